@@ -1,0 +1,127 @@
+"""A run beside published milestones: python -m hybrid_jax.compare runs/gdn_300m --to gdn_300m
+
+Milestones are configs/milestones/NAME.json: losses by step and source, tokens per second, zero-shot
+accuracies.
+"""
+
+import argparse
+import difflib
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hybrid_jax.errors import UserError
+from hybrid_jax.metrics import read_jsonl
+from hybrid_jax.report import aligned
+
+FOLDERS = (Path(__file__).resolve().parent.parent / "configs" / "milestones", Path("configs") / "milestones")
+
+
+def load_milestones(name: str, folders: Sequence[Path] = FOLDERS) -> dict[str, Any]:
+    """The milestones of a config's name. Raises UserError, with the likeliest name, if there are none."""
+    known = {path.stem: path for folder in folders for path in sorted(folder.glob("*.json"))}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise UserError(f"--to: nothing is published under {name!r}; {hint}")
+    return json.loads(known[name].read_text(encoding="utf-8"))
+
+
+def load_run(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run's folder, one dict a logged step. Raises UserError if there are none."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run; give the folder that launch.py named as its output")
+    lines = read_jsonl(folder / "metrics.jsonl")
+    if not lines:
+        raise UserError(f"{folder}: holds no metrics.jsonl with a step in it yet")
+    return lines
+
+
+def loss_at(lines: Sequence[dict[str, Any]], step: int) -> float | None:
+    """The finite loss logged nearest to `step`, within 1% of it (or one step); None where there is none."""
+    near = [
+        line
+        for line in lines
+        if abs(line["step"] - step) <= max(1, step // 100) and line.get("loss") is not None
+    ]
+    return min(near, key=lambda line: abs(line["step"] - step))["loss"] if near else None
+
+
+def table(lines: Sequence[dict[str, Any]], milestones: dict[str, Any], tokens_per_step: int = 0) -> str:
+    """The comparison as text. `tokens_per_step`: of the run, 0 if not known."""
+    published = milestones["loss"]
+    steps = sorted({int(step) for series in published.values() for step in series})
+    header = ["step", "this run"]
+    for source in published:
+        header += [source, "difference"]
+    rows = [header]
+    for step in steps:
+        ours = loss_at(lines, step)
+        row = [f"{step:,}", "-" if ours is None else f"{ours:.4f}"]
+        for series in published.values():
+            theirs = series.get(str(step))
+            row.append("" if theirs is None else f"{theirs:.4f}")
+            row.append("" if theirs is None or ours is None else f"{ours - theirs:+.4f}")
+        rows.append(row)
+    last = lines[-1]["step"]
+    text = [milestones["title"], "", *aligned(rows), ""]
+    text += [f"{source}: {origin}" for source, origin in milestones["sources"].items()]
+    text.append(
+        f"This run is at step {last:,} of {milestones['steps']:,}; - where it has no loss near the step."
+    )
+    if tokens_per_step and tokens_per_step != milestones["tokens_per_step"]:
+        text.append(
+            f"Its step has {tokens_per_step:,} tokens, the published one {milestones['tokens_per_step']:,}: "
+            "equal steps are not equal tokens."
+        )
+    return "\n".join([*text, *_speed(lines, milestones), *_zero_shot(milestones)])
+
+
+def _speed(lines: Sequence[dict[str, Any]], milestones: dict[str, Any]) -> list[str]:
+    rates = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
+    rows = [("tokens per second", "all devices", "per device")]
+    if rates:
+        rows.append(("this run (median)", f"{statistics.median(rates):,.0f}", ""))
+    for source, speed in milestones["tokens_per_second"].items():
+        each, devices = speed["per_device"], speed["devices"]
+        rows.append((f"{source} ({devices} devices)", f"{each * devices:,.0f}", f"{each:,.0f}"))
+    return ["", *aligned(rows)] if len(rows) > 1 else []
+
+
+def _zero_shot(milestones: dict[str, Any]) -> list[str]:
+    rows = [("zero-shot, published", "acc", "acc_norm")]
+    for task, scores in milestones["zero_shot"].items():
+        rows.append(
+            (task, f"{scores['acc']:.4f}", f"{scores['acc_norm']:.4f}" if "acc_norm" in scores else "")
+        )
+    return ["", *aligned(rows)]
+
+
+def _tokens_per_step(folder: Path) -> int:
+    try:
+        train = json.loads((folder / "config.json").read_text(encoding="utf-8"))["train"]
+        return train["global_batch_size"] * train["sequence_length"]
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m hybrid_jax.compare", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("--to", required=True, help="a config's name, such as gdn_300m")
+    options = parser.parse_args(arguments)
+    try:
+        milestones = load_milestones(options.to)
+        print(table(load_run(options.run), milestones, _tokens_per_step(options.run)))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,258 @@
+"""What a configuration must satisfy beyond types: sizes that divide, ranges, and a batch that fits the
+devices.
+
+Every failure is a UserError of one line: the key, what is wrong with it, and what to do. No jax here.
+"""
+
+import math
+import re
+from typing import Any
+
+from hybrid_jax.config import Config, DataConfig, MeshConfig, ModelConfig, RopeConfig
+from hybrid_jax.errors import UserError
+
+
+def check(config: Config) -> None:
+    """Raises UserError for the first key of a whole run that cannot work."""
+    check_model(config.model)
+    _check_train(config)
+    _check_data(config.data)
+    _check_logistics(config)
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raises UserError for the first key of the model that cannot work; only sections in use count."""
+    layout = model.layout  # raises for a bad pattern
+    where = "config.model"
+    if model.pattern and model.num_layers and model.num_layers != len(layout):
+        raise UserError(
+            f"{where}.num_layers: {model.num_layers} but the pattern has {len(layout)} sublayers; "
+            "leave it at 0 when a pattern is given"
+        )
+    _positive(where, model, "vocab_size", "hidden_size", "norm_eps", "initializer_range")
+    _not_negative(where, model, "loss_chunk_tokens", "z_loss")
+    if "-" in layout:
+        _positive(where, model, "intermediate_size")
+    for symbol, checker in (("*", _check_mla), ("A", _check_gqa), ("G", _check_delta), ("K", _check_delta)):
+        if symbol in layout:
+            checker(model, symbol)
+    if "S" in layout:
+        _check_mamba2(model)
+
+
+def _check_mla(model: ModelConfig, symbol: str) -> None:
+    mla, where = model.mla, "config.model.mla"
+    _positive(where, mla, "num_heads", "kv_lora_rank", "v_head_dim")
+    _not_negative(where, mla, "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "norm_eps")
+    if mla.qk_nope_head_dim + mla.qk_rope_head_dim == 0:
+        raise UserError(
+            f"{where}.qk_nope_head_dim: 0 like qk_rope_head_dim, so keys are empty; make either positive"
+        )
+    if mla.qk_rope_head_dim:
+        _check_rope(f"{where}.rope", mla.rope, mla.qk_rope_head_dim, f"{where}.qk_rope_head_dim")
+
+
+def _check_gqa(model: ModelConfig, symbol: str) -> None:
+    gqa, where = model.gqa, "config.model.gqa"
+    _positive(where, gqa, "num_heads", "num_kv_heads", "head_dim")
+    _not_negative(where, gqa, "norm_eps")
+    _divides(f"{where}.num_heads", gqa.num_heads, "num_kv_heads", gqa.num_kv_heads)
+    _check_rope(f"{where}.rope", gqa.rope, gqa.head_dim, f"{where}.head_dim")
+
+
+def _check_rope(where: str, rope: RopeConfig, head_dim: int, head_key: str) -> None:
+    if rope.style == "none":
+        return
+    _positive(where, rope, "theta", "rotary_fraction")
+    if rope.rotary_fraction > 1.0:
+        raise UserError(
+            f"{where}.rotary_fraction: {rope.rotary_fraction} is more than the whole head; use at most 1.0"
+        )
+    rotated = head_dim * rope.rotary_fraction
+    if rotated != int(rotated) or int(rotated) % 2:
+        raise UserError(
+            f"{head_key}: rotary positions turn pairs, but {head_dim} * rotary_fraction "
+            f"{rope.rotary_fraction} = {rotated:g} dims; make it even, or set rope.style to none"
+        )
+    if rope.yarn_factor < 1.0:
+        raise UserError(
+            f"{where}.yarn_factor: {rope.yarn_factor} would shorten the context; use 1.0 (off) or more"
+        )
+    if rope.yarn_factor > 1.0:
+        _positive(where, rope, "yarn_original_max_position", "yarn_beta_fast", "yarn_beta_slow")
+        if rope.yarn_beta_fast <= rope.yarn_beta_slow:
+            raise UserError(
+                f"{where}.yarn_beta_fast: {rope.yarn_beta_fast} must exceed "
+                f"yarn_beta_slow {rope.yarn_beta_slow}"
+            )
+
+
+def _check_delta(model: ModelConfig, symbol: str) -> None:
+    """Gated DeltaNet ("G") and Kimi Delta Attention ("K")."""
+    name = {"G": "gdn", "K": "kda"}[symbol]
+    where, section = f"config.model.{name}", getattr(model, name)
+    _positive(where, section, "num_heads", "num_v_heads", "head_dim", "expand_v", "conv_size")
+    _not_negative(where, section, "norm_eps")
+    _divides(f"{where}.num_v_heads", section.num_v_heads, "num_heads", section.num_heads)
+    _whole(f"{where}.expand_v", "head_dim", section.head_dim, "expand_v", section.expand_v)
+    if symbol == "K" and section.lower_bound and not -5.0 <= section.lower_bound < 0.0:
+        raise UserError(
+            f"{where}.lower_bound: {section.lower_bound} is not in [-5, 0); use 0 for the softplus gate"
+        )
+
+
+def _check_mamba2(model: ModelConfig) -> None:
+    mamba2, where = model.mamba2, "config.model.mamba2"
+    _positive(where, mamba2, "state_size", "head_dim", "n_groups", "expand", "conv_size", "chunk_size")
+    _not_negative(where, mamba2, "norm_eps")
+    inner = model.hidden_size * mamba2.expand
+    _divides("config.model.mamba2: hidden_size * expand", inner, "head_dim", mamba2.head_dim)
+    _divides(
+        "config.model.mamba2: heads (hidden_size * expand / head_dim)",
+        inner // mamba2.head_dim,
+        "n_groups",
+        mamba2.n_groups,
+    )
+
+
+def _check_train(config: Config) -> None:
+    train, optimizer = config.train, config.optimizer
+    _positive("config.train", train, "steps", "global_batch_size", "sequence_length", "max_bad_steps")
+    _not_negative("config.train", train, "micro_batch_size", "seed")
+    if train.micro_batch_size > train.global_batch_size:
+        raise UserError(
+            f"config.train.micro_batch_size: {train.micro_batch_size} rows a device at once, but the whole "
+            f"step has {train.global_batch_size}; lower it, or set 0 for the device's whole share"
+        )
+    if train.profile_steps:
+        match = re.fullmatch(r"(\d+):(\d+)", train.profile_steps)
+        if not match or int(match[1]) >= int(match[2]):
+            raise UserError(
+                f"config.train.profile_steps: {train.profile_steps!r} is not first:last, such as 10:13"
+            )
+    _positive("config.optimizer", optimizer, "learning_rate", "eps")
+    _not_negative(
+        "config.optimizer",
+        optimizer,
+        "min_learning_rate",
+        "warmup_steps",
+        "decay_steps",
+        "weight_decay",
+        "clip_norm",
+    )
+    for name in ("b1", "b2"):
+        if not 0.0 <= getattr(optimizer, name) < 1.0:
+            raise UserError(f"config.optimizer.{name}: {getattr(optimizer, name)} is not in [0, 1)")
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        raise UserError(
+            f"config.optimizer.min_learning_rate: {optimizer.min_learning_rate} is above "
+            f"learning_rate {optimizer.learning_rate}; the cosine goes down"
+        )
+    decay = optimizer.decay_steps or train.steps
+    if optimizer.warmup_steps > decay:
+        key = "optimizer.decay_steps" if optimizer.decay_steps else "train.steps"
+        raise UserError(
+            f"config.optimizer.warmup_steps: {optimizer.warmup_steps} is beyond {key} {decay}, where the "
+            "cosine ends; lower it, or set optimizer.decay_steps to the length of the full schedule"
+        )
+
+
+def _check_data(data: DataConfig) -> None:
+    if data.source == "files" and not data.path:
+        raise UserError(
+            "config.data.path: empty; data.source 'files' needs a folder or a glob such as 'corpus/**/*.txt'"
+        )
+    if not 0.0 < data.validation_fraction < 1.0:
+        raise UserError(f"config.data.validation_fraction: {data.validation_fraction} is not between 0 and 1")
+    if data.tokenizer == "bpe" and data.bpe_vocab_size < 257:
+        raise UserError(
+            f"config.data.bpe_vocab_size: {data.bpe_vocab_size} is too few; "
+            "256 bytes and a document end need 257"
+        )
+
+
+def _check_logistics(config: Config) -> None:
+    _not_negative(
+        "config.eval",
+        config.eval,
+        "every_steps",
+        "batches",
+        "ngram_order",
+        "sample_tokens",
+        "sample_temperature",
+    )
+    _not_negative("config.checkpoint", config.checkpoint, "every_steps")
+    _positive("config.checkpoint", config.checkpoint, "keep")
+    _positive("config.log", config.log, "every_steps")
+    mesh = config.mesh
+    if mesh.data != -1 and mesh.data < 1:
+        raise UserError(
+            f"config.mesh.data: {mesh.data} devices; give a positive number, or -1 for all that are left"
+        )
+    for name in ("fsdp", "tensor"):
+        size = getattr(mesh, name)
+        if size != 1:
+            raise UserError(
+                f"config.mesh.{name}: {size} asked for, but only data parallelism is built yet; set it to 1"
+            )
+
+
+def mesh_shape(mesh: MeshConfig, num_devices: int) -> tuple[int, int, int]:
+    """(data, fsdp, tensor) sizes that multiply to `num_devices`, -1 inferred. Raises UserError if none do."""
+    inner = mesh.fsdp * mesh.tensor
+    data = num_devices // inner if mesh.data == -1 else mesh.data
+    if data < 1 or data * inner != num_devices:
+        raise UserError(
+            f"config.mesh.data: {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor} does not make "
+            f"{num_devices} device{'s' if num_devices != 1 else ''}; set mesh.data to -1 to use all of them"
+        )
+    return data, mesh.fsdp, mesh.tensor
+
+
+def check_devices(config: Config, num_devices: int, num_processes: int = 1) -> None:
+    """Raises UserError unless mesh, batch and micro-batch divide over the `num_devices` of all processes."""
+    if num_devices % num_processes:
+        raise UserError(
+            f"--num_processes: {num_devices} devices do not divide over {num_processes} processes"
+        )
+    data, fsdp, _ = mesh_shape(config.mesh, num_devices)
+    rows, ways = config.train.global_batch_size, data * fsdp
+    if rows % ways:
+        raise UserError(
+            f"config.train.global_batch_size: {rows} rows do not divide over {ways} devices; "
+            f"use a multiple of {ways}, such as {math.ceil(rows / ways) * ways}"
+        )
+    share, micro = rows // ways, config.train.micro_batch_size
+    if micro and share % micro:
+        near = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
+        raise UserError(
+            f"config.train.micro_batch_size: {micro} does not divide the {share} rows of a device "
+            f"({rows} over {ways}); use {near}, or 0 for all at once"
+        )
+
+
+def _positive(where: str, section: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        if not (math.isfinite(value) and value > 0):
+            raise UserError(f"{where}.{name}: must be positive, got {value}")
+
+
+def _not_negative(where: str, section: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise UserError(f"{where}.{name}: must not be negative, got {value}")
+
+
+def _divides(what: str, value: int, divisor_name: str, divisor: int) -> None:
+    if value % divisor:
+        raise UserError(f"{what}: {value} is not a multiple of {divisor_name} {divisor}; change either")
+
+
+def _whole(path: str, name: str, size: int, factor_name: str, factor: float) -> None:
+    product = size * factor
+    if abs(product - round(product)) > 1e-6 or round(product) < 1:
+        raise UserError(
+            f"{path}: {name} {size} * {factor_name} {factor} = {product:g} is not a whole number of channels"
+        )

@@ -1,0 +1,102 @@
+"""Where batches come from: text of the standard library, files of the user, or a synthetic process.
+
+`open(config.data, sequence_length=2048, vocab_size=32000, seed=42).batch(step, rows=range(8),
+global_batch_size=8)` is a step's batch; see `Dataset` for what is in it.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from hybrid_jax.data.interface import Dataset, Tokenizer
+from hybrid_jax.data.packing import PackedDataset
+from hybrid_jax.data.prefetch import prefetch
+from hybrid_jax.data.sources import Corpus, files, python_library
+from hybrid_jax.data.synthetic import SyntheticDataset
+from hybrid_jax.data.tokenizer import BpeTokenizer, ByteTokenizer, TokenStore, cached_bpe
+from hybrid_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from hybrid_jax.config import DataConfig
+
+__all__ = ["Dataset", "Tokenizer", "open", "prefetch"]
+
+
+def open(
+    data: "DataConfig", *, sequence_length: int, vocab_size: int, seed: int, split: str = "train"
+) -> Dataset:
+    """The training or validation split of the configured source, cut into windows of sequence_length tokens.
+
+    vocab_size is the model's; every id is checked to lie below it. Raises UserError, naming the key, for a
+    source that is not there, a vocabulary that is too small, or a split without text.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f"split {split!r}: 'train' or 'validation'")
+    training = split == "train"
+    if data.source == "synthetic":
+        return SyntheticDataset(
+            vocab_size=vocab_size,
+            sequence_length=sequence_length,
+            seed=seed,
+            training=training,
+            isolate_documents=data.isolate_documents,
+        )
+    corpus = _corpus(data)
+    documents = corpus.train if training else corpus.validation
+    if not documents:
+        raise UserError(
+            f"config.data.validation_fraction: {data.validation_fraction} leaves no document of "
+            f"{corpus.description} for validation; raise it, or set config.eval.batches=0"
+        )
+    tokenizer, store = _tokenize(data, corpus, training, vocab_size)
+    largest = int(store.tokens.max())
+    if largest >= vocab_size:  # a lookup would clamp it or give NaN, in silence
+        raise UserError(f"config.model.vocab_size: {vocab_size}: the data holds token id {largest}")
+    return PackedDataset(
+        store,
+        tokenizer,
+        sequence_length=sequence_length,
+        seed=seed,
+        training=training,
+        isolate_documents=data.isolate_documents,
+        description=(
+            f"{corpus.description}: {len(documents):,} {split} documents, {len(store.tokens):,} tokens "
+            f"({data.tokenizer}, {tokenizer.vocab_size:,} ids, {tokenizer.bytes_per_token:.2f} bytes a token)"
+        ),
+    )
+
+
+def _corpus(data: "DataConfig") -> Corpus:
+    if data.source == "python":
+        return python_library(data.validation_fraction)
+    if data.source == "files":
+        return files(data.path, data.validation_fraction)
+    if data.source == "fineweb_edu":
+        raise UserError(
+            "config.data.source: no prepared set of 'fineweb_edu' is here and this version cannot make one; "
+            "add ':smoke' to the config, or set config.data.source=files and config.data.path to your text"
+        )
+    raise UserError(f"config.data.source: {data.source!r}: must be python, files, synthetic or fineweb_edu")
+
+
+def _tokenize(
+    data: "DataConfig", corpus: Corpus, training: bool, vocab_size: int
+) -> tuple[ByteTokenizer | BpeTokenizer, TokenStore]:
+    documents = corpus.train if training else corpus.validation
+    if data.tokenizer == "bytes":
+        tokenizer = ByteTokenizer()
+        if tokenizer.vocab_size > vocab_size:
+            raise UserError(
+                f"config.model.vocab_size: {vocab_size}: config.data.tokenizer 'bytes' needs at least "
+                f"{tokenizer.vocab_size}"
+            )
+        return tokenizer, tokenizer.store(documents)
+    if data.tokenizer == "bpe":
+        if data.bpe_vocab_size > vocab_size:
+            raise UserError(
+                f"config.data.bpe_vocab_size: {data.bpe_vocab_size}: "
+                f"more than config.model.vocab_size, {vocab_size}; lower the one or raise the other"
+            )
+        bpe, store = cached_bpe(corpus.train, documents, data.bpe_vocab_size, data.cache_dir)
+        size = sum(len(d.text) for d in documents)
+        return dataclasses.replace(bpe, bytes_per_token=size / len(store.tokens)), store
+    raise UserError(f"config.data.tokenizer: {data.tokenizer!r}: must be bytes or bpe")

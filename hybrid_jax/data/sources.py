@@ -1,0 +1,196 @@
+"""Text documents and their split into training and validation: the standard library, or files of the user."""
+
+import dataclasses
+import glob
+import hashlib
+import itertools
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybrid_jax.errors import UserError
+
+ACCEPTED = (".txt", ".md", ".py", ".jsonl")
+
+# Installed packages are not the standard library; its own tests are missing from many Linux distributions;
+# `encodings` is character tables, not text.
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One text: `name` is stable across machines, `text` is valid UTF-8."""
+
+    name: str
+    text: bytes
+
+    @property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(self.text, digest_size=16).digest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Documents of both splits in a fixed order. No text is in both."""
+
+    train: list[Document]
+    validation: list[Document]
+    description: str
+
+
+def python_library(validation_fraction: float) -> Corpus:
+    """The .py files of the running Python's own standard library, split by file.
+
+    Raises UserError where this Python ships without sources.
+    """
+    root = sysconfig.get_path("stdlib")
+    names = [n for n in _walk(root, _NOT_LIBRARY) if n.endswith(".py") and not n.startswith("_sysconfigdata")]
+    if len(names) < 20:
+        raise UserError(
+            f"config.data.source: 'python' finds no standard library sources in {root}; "
+            "set config.data.source=files and config.data.path to a folder of text"
+        )
+    label = f"Python {platform.python_version()} standard library"
+    return _corpus([_read_file(root, n) for n in names], validation_fraction, label)
+
+
+def files(path: str, validation_fraction: float) -> Corpus:
+    """Text files of a folder (recursive), a glob, or one file; a .jsonl line is a document, its `text` field
+    the text.
+
+    Raises UserError when there is nothing to read, or for a .jsonl line without text.
+    """
+    kinds = ", ".join(ACCEPTED)
+    if not path:
+        raise UserError(
+            f"config.data.path: empty; name a folder, a glob or a file ({kinds}) for source 'files'"
+        )
+    full = os.path.expanduser(path)
+    if os.path.isdir(full):
+        root, names = full, list(_walk(full, set()))
+    elif os.path.isfile(full):
+        root, names = os.path.split(full)[0], [os.path.basename(full)]
+    else:
+        found = sorted(f for f in glob.glob(full, recursive=True) if os.path.isfile(f))
+        if not found:
+            raise UserError(f"config.data.path: {path}: no such file or folder ({kinds} are read)")
+        # Names relative to the fixed part of the glob: a file added later renames no other one.
+        fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(full).parts)
+        root = str(Path(*fixed))
+        names = sorted(_posix(os.path.relpath(f, root)) for f in found)
+    names = [n for n in names if n.lower().endswith(ACCEPTED)]
+    if not names:
+        raise UserError(f"config.data.path: {path}: holds no file that can be read ({kinds})")
+    label = f"{path} ({len(names)} {'file' if len(names) == 1 else 'files'})"
+    corpus = _corpus([_read_file(root, n) for n in names], validation_fraction, label)
+    if not corpus.train:
+        raise UserError(f"config.data.path: {path}: its files hold no text to train on")
+    return corpus
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    name: str
+    documents: list[Document]
+    undecodable: bool
+
+
+def _walk(root: str, skip: set[str]) -> Iterator[str]:
+    """Relative paths of files under root, with forward slashes, sorted; hidden and cache folders left out."""
+    names = []
+    for folder, subfolders, inside in os.walk(root):
+        subfolders[:] = [
+            d for d in subfolders if d not in skip and d != "__pycache__" and not d.startswith(".")
+        ]
+        names += [
+            _posix(os.path.relpath(os.path.join(folder, n), root)) for n in inside if not n.startswith(".")
+        ]
+    return iter(sorted(names))
+
+
+def _posix(path: str) -> str:
+    return path.replace(os.sep, "/")
+
+
+def _read_file(root: str, name: str) -> _File:
+    file = Path(root, name)
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"config.data.path: {file}: {error.strerror or error}") from None
+    raw = raw.removeprefix(b"\xef\xbb\xbf")
+    undecodable = False
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        raw, undecodable = raw.decode(errors="replace").encode(), True
+    if not name.lower().endswith(".jsonl"):
+        return _File(name, [Document(name, raw)] if raw.strip() else [], undecodable)
+    documents = []
+    for number, line in enumerate(raw.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"].encode(errors="replace")
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise UserError(
+                f'config.data.path: {file}: line {number} is not a JSON object with a string field "text"'
+            ) from None
+        if text.strip():
+            documents.append(Document(f"{name}:{number}", text))
+    return _File(name, documents, undecodable)
+
+
+def _corpus(read: list[_File], fraction: float, label: str) -> Corpus:
+    read_any = [f for f in read if f.documents]
+    if len(read_any) == 1:
+        train, held_out = _split_one(read_any[0].documents, fraction)
+    else:
+        by_name = {f.name: f.documents for f in read_any}
+        ours, theirs = _split_names(list(by_name), fraction)
+        train = [d for name in ours for d in by_name[name]]
+        held_out = [d for name in theirs for d in by_name[name]]
+    seen = {d.digest for d in train}
+    held_out = [d for d in held_out if d.digest not in seen]
+    replaced = sum(f.undecodable for f in read)
+    if replaced:
+        label += f", undecodable bytes replaced in {replaced}"
+    return Corpus(train, held_out, label)
+
+
+def _split_names(names: list[str], fraction: float) -> tuple[list[str], list[str]]:
+    """By a hash of the name alone, so that a new file never moves an old one to the other side."""
+    rank = {n: int.from_bytes(hashlib.blake2b(n.encode(), digest_size=8).digest(), "big") for n in names}
+    held_out = {n for n in names if rank[n] < fraction * 2.0**64}
+    if fraction > 0 and len(names) > 1:
+        if not held_out:
+            held_out = {min(names, key=rank.__getitem__)}
+        elif len(held_out) == len(names):
+            held_out.remove(max(names, key=rank.__getitem__))
+    return [n for n in names if n not in held_out], [n for n in names if n in held_out]
+
+
+def _split_one(documents: list[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+    """One file: its documents by content, or the end of its only document."""
+    if len(documents) > 1:
+        by_content: dict[str, list[Document]] = {}
+        for d in documents:
+            by_content.setdefault(d.digest.hex(), []).append(d)
+        if len(by_content) > 1:
+            ours, theirs = _split_names(list(by_content), fraction)
+            return [d for n in ours for d in by_content[n]], [d for n in theirs for d in by_content[n]]
+    only = documents[0]
+    cut = round(len(only.text) * (1 - fraction))
+    line_end = only.text.find(b"\n", cut, cut + 4096)
+    if fraction > 0 and line_end >= 0 and only.text[line_end + 1 :].strip():
+        cut = line_end + 1
+    while cut < len(only.text) and only.text[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
+        cut += 1
+    parts = [
+        Document(f"{only.name}[:{cut}]", only.text[:cut]),
+        Document(f"{only.name}[{cut}:]", only.text[cut:]),
+    ]
+    return [d for d in parts[:1] if d.text], [d for d in parts[1:] if d.text]

@@ -1,0 +1,32 @@
+"""Attention with all scores at once: plain, in float64 when q is float64. Also what decodes with a cache.
+
+Shapes: B batch, T queries, S keys, H query heads, G key/value heads, R query heads that share one (H = G R),
+K key dim, V value dim.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def count_documents(segment_ids: jax.Array) -> jax.Array:
+    """segment_ids [B, T] -> the changes of id up to each token [B, T] i32: 0 in the first document."""
+    new = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(jnp.cumsum(new, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
+def attention_reference(q, k, v, segment_ids, scale: float, q_offset: int | jax.Array = 0):
+    """See hybrid_jax.kernels.attention.attention; segment_ids may be None."""
+    B, T, H, K = q.shape
+    S, G = k.shape[1:3]
+    compute = jnp.promote_types(q.dtype, jnp.float32)
+    highest = jax.lax.Precision.HIGHEST if jnp.finfo(q.dtype).bits >= 32 else None
+    q_BTGRK = q.reshape(B, T, G, H // G, K)
+    s_BGRTS = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k, precision=highest, preferred_element_type=compute)
+    seen = q_offset + jnp.arange(T)[:, None] >= jnp.arange(S)
+    if segment_ids is not None:
+        doc_BT = count_documents(segment_ids)
+        seen = seen & (doc_BT[:, :, None] == doc_BT[:, None, :])[:, None, None]
+    # Every query sees at least itself, so no row is all -inf.
+    p_BGRTS = jax.nn.softmax(jnp.where(seen, s_BGRTS * scale, -jnp.inf), axis=-1).astype(v.dtype)
+    o_BTGRV = jnp.einsum("bgrts,bsgv->btgrv", p_BGRTS, v, precision=highest, preferred_element_type=compute)
+    return o_BTGRV.reshape(B, T, H, -1).astype(v.dtype)

@@ -1,0 +1,43 @@
+"""What every sublayer of one forward pass shares."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+# Names (jax.ad_checkpoint.checkpoint_name) of what the remat policy "names" keeps.
+MIXER_IN = "mixer_in"
+MIXER_OUT = "mixer_out"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """positions [B, T] i32 count from 0 in each document; segment_ids [B, T] i32 or None name the documents.
+
+    `length` (i32 scalar, or None outside decoding) is the number of tokens already in the layers' states.
+    """
+
+    positions: jax.Array
+    segment_ids: jax.Array | None = None
+    length: jax.Array | None = None
+    backend: str = dataclasses.field(default="auto", metadata={"static": True})
+
+
+def number_documents(segment_ids: jax.Array) -> jax.Array:
+    """segment_ids [B, T] renumbered 0, 1, ... along each row, so that a change of id is a new document.
+
+    Attention compares ids, recurrences look for changes: after this both see the same borders even where an id
+    returns later in the row.
+    """
+    new = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(jnp.cumsum(new, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
+def count_positions(documents: jax.Array) -> jax.Array:
+    """positions [B, T] i32 that restart at 0 where `documents` [B, T] changes."""
+    T = documents.shape[1]
+    steps = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), documents.shape)
+    new = jnp.pad(documents[:, 1:] != documents[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    starts = jax.lax.cummax(jnp.where(new, steps, 0), axis=1)
+    return steps - starts

@@ -1,0 +1,57 @@
+"""Kimi Delta Attention mixer (arXiv:2510.26692), as in flash-linear-attention.
+
+Shapes: B batch, T time, D model, HV value heads, K key channels, V value channels.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from hybrid_jax.kernels.kda import kda
+from hybrid_jax.layers.context import MIXER_OUT, Context
+from hybrid_jax.layers.delta import DeltaMixer
+from hybrid_jax.layers.gates import a_log_init, dt_bias_init
+from hybrid_jax.layers.linear import Linear
+from hybrid_jax.layers.norm import norm_then_gate
+
+
+class KDA(DeltaMixer):
+    """Gated DeltaNet with one decay a key channel, from a low-rank projection f = W_fb W_fa x (rank V).
+
+    g = -exp(A_log) softplus(f + dt_bias), or with lower_bound: g = lower_bound sigmoid(exp(A_log)(f + dt_bias)).
+    y = W_o [rms(o) * sigmoid(W_gb W_ga x + bias)], the gate also of rank V. Gates and state in fp32.
+    """
+
+    def __init__(self, cfg, hidden_size: int, norm_eps: float, *, std: float, out_std: float, rngs: nnx.Rngs):
+        super().__init__(cfg, hidden_size, norm_eps, std=std, out_std=out_std, rngs=rngs)
+        rank = self.value_dim
+        bound = rank**-0.5
+        self.f_a_proj = Linear(hidden_size, rank, std=std, rngs=rngs)
+        self.f_b_proj = Linear(rank, cfg.num_v_heads * self.key_dim, bound=bound, rngs=rngs)
+        self.g_a_proj = Linear(hidden_size, rank, std=std, rngs=rngs)
+        self.g_b_proj = Linear(rank, cfg.num_v_heads * self.value_dim, bound=bound, bias=cfg.gate_bias, rngs=rngs)
+        self.A_log = nnx.Param(a_log_init(rngs, cfg.num_v_heads))
+        self.dt_bias = nnx.Param(dt_bias_init(rngs, cfg.num_v_heads * self.key_dim))
+
+    def log_decay(self, f: jax.Array) -> jax.Array:
+        """Raw f [B, T, HV*K] -> log decay [B, T, HV, K] fp32, <= 0."""
+        f = f.astype(jnp.promote_types(f.dtype, jnp.float32)) + self.dt_bias[...]
+        f = f.reshape(*f.shape[:-1], self.cfg.num_v_heads, self.key_dim)
+        rate = jnp.exp(self.A_log[...])[:, None]
+        if self.cfg.lower_bound:
+            return self.cfg.lower_bound * jax.nn.sigmoid(rate * f)
+        return -rate * jax.nn.softplus(f)
+
+    def __call__(self, x: jax.Array, ctx: Context, state: dict | None = None):
+        """x [B, T, D] -> ([B, T, D], new state)."""
+        (q, k, v, beta), (f, gate), new_state = self.project(x, [self.f_a_proj, self.g_a_proj], ctx, state)
+        g = self.log_decay(self.f_b_proj(f))
+        before = None if state is None else state["ssm"]
+        o, new_state["ssm"] = kda(
+            q, k, v, g, beta, initial_state=before, segment_ids=ctx.segment_ids, backend=ctx.backend
+        )
+        o = checkpoint_name(o, MIXER_OUT)
+        gate = self.g_b_proj(gate).reshape(o.shape)
+        o = norm_then_gate(o, gate, self.o_norm.weight[...], self.o_norm.eps, "sigmoid")
+        return self.o_proj(o.reshape(*x.shape[:2], -1)), new_state

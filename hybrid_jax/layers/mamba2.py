@@ -1,0 +1,78 @@
+"""Mamba-2 mixer (arXiv:2405.21060).
+
+Shapes: B batch, T time, D model, I inner (expand x D), H heads, P head channels, G groups, N state, W taps.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from hybrid_jax.kernels.mamba2 import ssd
+from hybrid_jax.layers.context import MIXER_IN, MIXER_OUT, Context
+from hybrid_jax.layers.conv import ShortConv, short_conv
+from hybrid_jax.layers.gates import a_log_init, dt_bias_init
+from hybrid_jax.layers.linear import Linear, matmul
+from hybrid_jax.layers.norm import RMSNorm, gate_then_norm
+
+
+class Mamba2(nnx.Module):
+    """in_proj gives [z | x | B | C | dt]; (x, B, C) = silu(conv + bias); dt = softplus(dt + dt_bias);
+    y = SSD(x, dt, -exp(A_log), B, C) + D x; out = W_o group_rms(y silu(z)). Gates and state in fp32.
+    """
+
+    def __init__(self, cfg, hidden_size: int, norm_eps: float, *, std: float, out_std: float, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.inner = int(cfg.expand * hidden_size)
+        self.heads = self.inner // cfg.head_dim
+        conv_width = self.inner + 2 * cfg.n_groups * cfg.state_size
+        self.in_proj = Linear(hidden_size, self.inner + conv_width + self.heads, std=std, rngs=rngs)
+        self.conv1d = ShortConv(conv_width, cfg.conv_size, bias=True, rngs=rngs)
+        self.dt_bias = nnx.Param(dt_bias_init(rngs, self.heads))
+        self.A_log = nnx.Param(a_log_init(rngs, self.heads))
+        self.D = nnx.Param(jnp.ones((self.heads,)))
+        self.norm = RMSNorm(self.inner, norm_eps)
+        self.out_proj = Linear(self.inner, hidden_size, std=out_std, rngs=rngs)
+
+    def init_state(self, batch: int, max_length: int, dtype) -> dict[str, jax.Array]:
+        """Recurrent state [B, H, P, N] fp32 and the last W-1 inputs of the convolution."""
+        del max_length
+        cfg = self.cfg
+        conv_width = self.inner + 2 * cfg.n_groups * cfg.state_size
+        return {
+            "ssm": jnp.zeros((batch, self.heads, cfg.head_dim, cfg.state_size), jnp.float32),
+            "conv": jnp.zeros((batch, cfg.conv_size - 1, conv_width), dtype),
+        }
+
+    def __call__(self, x: jax.Array, ctx: Context, state: dict | None = None):
+        """x [B, T, D] -> ([B, T, D], new state)."""
+        cfg = self.cfg
+        Bsz, T, _ = x.shape
+        G, N = cfg.n_groups, cfg.state_size
+        zxbcdt = matmul(x, self.in_proj.weight[...])
+        z, xbc, dt = jnp.split(zxbcdt, [self.inner, zxbcdt.shape[-1] - self.heads], axis=-1)
+        xbc, conv_state = short_conv(
+            xbc,
+            self.conv1d.weight[...],
+            self.conv1d.bias[...],
+            initial_state=None if state is None else state["conv"],
+            segment_ids=ctx.segment_ids,
+        )
+        xbc = checkpoint_name(xbc, MIXER_IN)
+        u, B, C = jnp.split(xbc, [self.inner, self.inner + G * N], axis=-1)
+        dt = jax.nn.softplus(dt.astype(jnp.promote_types(dt.dtype, jnp.float32)) + self.dt_bias[...])
+        y, ssm_state = ssd(
+            u.reshape(Bsz, T, self.heads, cfg.head_dim),
+            dt,
+            -jnp.exp(self.A_log[...]),
+            B.reshape(Bsz, T, G, N),
+            C.reshape(Bsz, T, G, N),
+            self.D[...],
+            initial_state=None if state is None else state["ssm"],
+            segment_ids=ctx.segment_ids,
+            chunk_size=cfg.chunk_size,
+            backend=ctx.backend,
+        )
+        y = checkpoint_name(y, MIXER_OUT)
+        y = gate_then_norm(y.reshape(Bsz, T, self.inner), z, self.norm.weight[...], self.norm.eps, G)
+        return matmul(y, self.out_proj.weight[...]), {"ssm": ssm_state, "conv": conv_state}

@@ -1,0 +1,123 @@
+"""Cross entropy of a linear head without ever holding the logits of all tokens.
+
+Shapes: B batch, T time, D model, V vocabulary, C tokens of a chunk, N chunks.
+
+The tokens go through in chunks. When gradients are asked for they are formed in the forward pass, from the same
+logits, so that the head's product runs three times a chunk (logits, dx, dw) and never again.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from hybrid_jax.kernels import dispatch
+
+IGNORE = -1  # a target that does not count
+_LOGIT_BYTES = 2**31  # of one chunk, fp32
+
+
+def chunk_tokens(tokens: int, vocab_size: int, wanted: int = 0) -> int:
+    """Tokens of a chunk: `wanted`, or a power of two with at most 2 GiB of logits and at least four chunks."""
+    if wanted:
+        return min(wanted, tokens)
+    chunk = 1
+    while 2 * chunk * vocab_size * 4 <= _LOGIT_BYTES and 2 * chunk <= tokens // 4:
+        chunk *= 2
+    return chunk
+
+
+def _chunk(x_CxD, w_VxD, target_C, z_loss, gradients: bool):
+    """Sums over one chunk of (cross entropy + z loss, z loss), and with `gradients` those with respect to x and w."""
+    precision = jax.lax.Precision.HIGHEST if x_CxD.dtype == jnp.float32 else None
+    dot = functools.partial(jax.lax.dot_general, precision=precision)
+    f32 = jnp.promote_types(x_CxD.dtype, jnp.float32)
+    logits_CxV = dot(x_CxD, w_VxD, (((1,), (1,)), ((), ())), preferred_element_type=f32)
+    counts_C = target_C != IGNORE
+    lse_C = jax.nn.logsumexp(logits_CxV, axis=1)
+    hit_CxV = jax.lax.broadcasted_iota(jnp.int32, logits_CxV.shape, 1) == target_C[:, None]
+    picked_C = jnp.sum(jnp.where(hit_CxV, logits_CxV, 0), axis=1)
+    z_C = z_loss * lse_C * lse_C
+    nll = jnp.sum(jnp.where(counts_C, lse_C - picked_C + z_C, 0))
+    z = jnp.sum(jnp.where(counts_C, z_C, 0))
+    if not gradients:
+        return (nll, z), None
+    # d/dlogits of (lse - picked + z_loss lse^2)
+    p_CxV = jnp.exp(logits_CxV - lse_C[:, None])
+    d_CxV = p_CxV * (1 + 2 * z_loss * lse_C[:, None]) - hit_CxV
+    d_CxV = jnp.where(counts_C[:, None], d_CxV, 0).astype(x_CxD.dtype)
+    dx_CxD = dot(d_CxV, w_VxD, (((1,), (0,)), ((), ())))
+    dw_VxD = dot(d_CxV, x_CxD, (((0,), (0,)), ((), ())), preferred_element_type=f32)
+    return (nll, z), (dx_CxD, dw_VxD)
+
+
+def _scan(x, w, targets, z_loss, chunk, gradients):
+    """Loss sums over all tokens; x [tokens, D], w [V, D] fp32, targets [tokens]."""
+    tokens, D = x.shape
+    N = -(-tokens // chunk)
+    x_NxCxD = jnp.pad(x, ((0, N * chunk - tokens), (0, 0))).reshape(N, chunk, D)
+    target_NxC = jnp.pad(targets, (0, N * chunk - tokens), constant_values=IGNORE).reshape(N, chunk)
+    w_VxD = w.astype(x.dtype)
+    zero = jnp.zeros((), jnp.promote_types(x.dtype, jnp.float32))
+
+    def body(carry, inputs):
+        nll, z, dw = carry
+        sums, grads = _chunk(inputs[0], w_VxD, inputs[1], z_loss, gradients)
+        dx = None
+        if gradients:
+            dx, dw = grads[0], dw + grads[1]
+        return (nll + sums[0], z + sums[1], dw), dx
+
+    dw = jnp.zeros(w.shape, zero.dtype) if gradients else None
+    (nll, z, dw), dx = jax.lax.scan(body, (zero, zero, dw), (x_NxCxD, target_NxC))
+    if gradients:
+        dx = dx.reshape(N * chunk, D)[:tokens]
+    return (nll, z), (dx, dw)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _loss_sums(x, w, targets, z_loss: float, chunk: int):
+    return _scan(x, w, targets, z_loss, chunk, gradients=False)[0]
+
+
+def _loss_sums_fwd(x, w, targets, z_loss, chunk):
+    sums, (dx, dw) = _scan(x, w, targets, z_loss, chunk, gradients=True)
+    return sums, (dx, dw.astype(w.dtype))
+
+
+def _loss_sums_bwd(z_loss, chunk, saved, cotangents):
+    dx, dw = saved
+    scale = cotangents[0]  # the second output, the z-loss part, is for logs
+    return (dx * scale).astype(dx.dtype), (dw * scale).astype(dw.dtype), None
+
+
+_loss_sums.defvjp(_loss_sums_fwd, _loss_sums_bwd)
+
+
+def linear_cross_entropy(
+    x: jax.Array, w: jax.Array, targets: jax.Array, *, z_loss: float = 0.0, chunk: int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """Sums over unmasked tokens of -log softmax(x w^T)[target] + z_loss log(Z)^2, and of its second term alone.
+
+    x [B, T, D] (bf16 or fp32), w [V, D] fp32, targets [B, T] i32 with IGNORE = -1 where a token does not count.
+    Logits, softmax and the sums are fp32, matrix products take x's dtype, dw is accumulated in fp32.
+    Only the first result has a gradient. Divide it by the global count of unmasked targets. `chunk` is in
+    tokens (0 = automatic). On a mesh each device sums its own rows, and dw is reduced once. The scheme (gradients in the forward
+    pass) is that of Liger kernel and flash-linear-attention; z-loss: PaLM, arXiv:2204.02311.
+    """
+
+    def rows(x_BxTxD, targets_BxT, w_VxD):
+        tokens = targets_BxT.size
+        size = chunk_tokens(tokens, w_VxD.shape[0], chunk)
+        flat = x_BxTxD.reshape(tokens, -1)
+        sums = _loss_sums(flat, w_VxD, targets_BxT.reshape(tokens), z_loss, size)
+        return tuple(s[None] for s in sums)
+
+    axes = dispatch.batch_axes()
+    if axes:
+        split, whole = PartitionSpec(axes), PartitionSpec()
+        mesh = jax.sharding.get_abstract_mesh()
+        rows = jax.shard_map(rows, mesh=mesh, in_specs=(split, split, whole), out_specs=split, check_vma=False)
+    nll, z = rows(x, targets, w)
+    return jnp.sum(nll), jnp.sum(z)

@@ -1,0 +1,355 @@
+"""Where the numbers of a run go: metrics.jsonl, TensorBoard, Weights & Biases and the console.
+
+A writer has `write(step, values)` and `close()`. Steps are counted from 1: the line of step k is about the
+k-th update, and a checkpoint k holds the state after it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from hybrid_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from hybrid_jax.config import Config
+
+Values = Mapping[str, Any]
+
+
+class Writer(Protocol):
+    def write(self, step: int, values: Values) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlWriter:
+    """One JSON object a line. A value that is not finite becomes null, and its name is listed under
+    "nonfinite"."""
+
+    def __init__(self, path: Path, keep_to: int = 0):
+        """Keeps the lines of steps <= `keep_to` of an older file: what a resumed run has not seen did not
+        happen."""
+        kept = [line for line in read_jsonl(path) if line.get("step", 0) <= keep_to]
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(scratch, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Values) -> None:
+        self._file.write(json.dumps({"step": step, **finite(values)}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def finite(values: Values) -> dict[str, Any]:
+    """`values` with null for each float that JSON has no word for, and their names under "nonfinite" if there
+    are any."""
+    bad = [name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+    clean = {name: None if name in bad else value for name, value in values.items()}
+    return {**clean, "nonfinite": bad} if bad else clean
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file, without what a killed process left unfinished. Empty when there is no
+    file."""
+    lines = []
+    if path.exists():
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(line, dict):
+                lines.append(line)
+    return lines
+
+
+class TensorBoardWriter:
+    def __init__(self, folder: Path, keep_to: int = 0):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise UserError(
+                "config.log.tensorboard: tensorboardX is not installed; run: pip install 'hybrid_jax[track]'"
+            ) from None
+        # purge_step hides what an earlier process wrote beyond the restored step.
+        self._writer = SummaryWriter(str(folder), purge_step=keep_to + 1 if keep_to else None)
+
+    def write(self, step: int, values: Values) -> None:
+        for name, value in values.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbWriter:
+    """Weights & Biases; offline unless the config says otherwise."""
+
+    def __init__(self, cfg: Config, folder: Path):
+        try:
+            import wandb
+        except ImportError:
+            raise UserError(
+                "config.log.wandb: wandb is not installed; run: pip install 'hybrid_jax[track]'"
+            ) from None
+        from hybrid_jax import config as config_lib
+
+        # One id per run folder, so that a resumed run goes on in the same curve.
+        id_file = folder / "wandb_id"
+        run_id = id_file.read_text().strip() if id_file.exists() else wandb.util.generate_id()
+        id_file.write_text(run_id)
+        self._run = wandb.init(
+            project=cfg.log.wandb_project,
+            mode=cfg.log.wandb_mode,
+            dir=str(folder),
+            id=run_id,
+            name=folder.name,
+            resume="allow",
+            config=config_lib.to_dict(cfg),
+        )
+
+    def write(self, step: int, values: Values) -> None:
+        self._run.log(
+            {name: value for name, value in values.items() if isinstance(value, (int, float))}, step=step
+        )
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_writers(cfg: Config, folder: Path, restored_step: int) -> list[Writer]:
+    """The writers that the config asks for, in process 0 (the others write nothing)."""
+    writers: list[Writer] = []
+    if cfg.log.tensorboard:  # may raise: before the run's own file is touched
+        writers.append(TensorBoardWriter(folder / "tensorboard", restored_step))
+    if cfg.log.wandb:
+        writers.append(WandbWriter(cfg, folder))
+    return [JsonlWriter(folder / "metrics.jsonl", restored_step), *writers]
+
+
+class Console:
+    """What a person sees: dated lines (also kept in train.log), and the progress of training.
+
+    On a terminal the progress is one bar that is redrawn; elsewhere it is a plain line for the first steps
+    and then one at most every `every_seconds`.
+    """
+
+    def __init__(
+        self,
+        log_path: Path | None = None,
+        stream: TextIO | None = None,
+        quiet: bool = False,
+        every_seconds: float = 10.0,
+    ):
+        self.stream = stream or sys.stdout
+        self.quiet = quiet
+        self.every_seconds = every_seconds
+        self.bar = not quiet and self.stream.isatty()
+        self._log = log_path.open("a", encoding="utf-8") if log_path and not quiet else None
+        self._began = time.perf_counter()
+        self._drawn = False
+        self._last_line = -math.inf
+        self._lines = 0
+
+    def text(self, text: str) -> None:
+        """Prints `text` as it is, and keeps it in train.log."""
+        if self.quiet:
+            return
+        self._clear()
+        print(text, file=self.stream, flush=True)
+        if self._log:
+            print(text, file=self._log, flush=True)
+
+    def phase(self, text: str) -> None:
+        """A line with the seconds since the start: which phase a slow or hanging run is in."""
+        self.text(f"[{time.perf_counter() - self._began:7.1f} s] {text}")
+
+    def progress(self, step: int, steps: int, values: Values, seconds_left: float) -> None:
+        """Shows the step's values: loss, learning_rate, grad_norm, tokens_per_second, tflops_per_second,
+        mfu."""
+        if self.quiet:
+            return
+        line = progress_text(values, seconds_left)
+        now = time.perf_counter()
+        if self.bar:
+            width = shutil.get_terminal_size((100, 24)).columns - 1
+            share = min(max((width - len(line) - 24), 0), 30)
+            filled = round(share * step / max(steps, 1))
+            bar = f" {'█' * filled}{'░' * (share - filled)}" if share >= 5 else ""
+            drawn = f"step {step:>{len(str(steps))}}/{steps}{bar} {line}"[:width]
+            print(f"\r\x1b[2K{drawn}", end="", file=self.stream, flush=True)
+            self._drawn = True
+        if self._lines < 3 or step == steps or now - self._last_line >= self.every_seconds:
+            text = f"step {step:>{len(str(steps))}}/{steps} {line}"
+            if not self.bar:
+                print(text, file=self.stream, flush=True)
+            if self._log:
+                print(text, file=self._log, flush=True)
+            self._last_line = now
+            self._lines += 1
+
+    def _clear(self) -> None:
+        if self._drawn:  # leave the bar's last state above what follows
+            print(file=self.stream, flush=True)
+            self._drawn = False
+
+    def close(self) -> None:
+        self._clear()
+        if self._log:
+            self._log.close()
+
+
+def progress_text(values: Values, seconds_left: float) -> str:
+    """The numbers of a step on one line; what is unknown (nan or absent, as the MFU of a CPU) is left out."""
+    parts = [
+        f"loss {values['loss']:.4f}",
+        f"lr {values['learning_rate']:.2e}",
+        f"|g| {values['grad_norm']:.3g}",
+    ]
+    rate = values.get("tokens_per_second", math.nan)
+    if math.isfinite(rate):
+        parts.append(f"{short(rate)} tok/s")
+    flops = values.get("tflops_per_second", math.nan)
+    if math.isfinite(flops):
+        parts.append(f"{flops:.3g} TFLOP/s")
+    mfu = values.get("mfu", math.nan)
+    if math.isfinite(mfu):
+        parts.append(f"MFU {100 * mfu:.1f}%")
+    if values.get("skipped", 0):
+        parts.append(f"skipped {values['skipped']}")
+    if math.isfinite(seconds_left):
+        parts.append(f"left {duration(seconds_left)}")
+    return " ".join(parts)
+
+
+def short(number: float) -> str:
+    """A count in three digits: 950, 12.3k, 4.56M."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """As m:ss, h:mm:ss or Nd hh:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02}:{minutes:02}:{rest:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Clock:
+    """Tokens per second between marks, without what is not training (compiling, validation, checkpoints)."""
+
+    def __init__(self, tokens_per_step: int):
+        self.tokens_per_step = tokens_per_step
+        self.seconds_per_step = math.nan  # smoothed over the last ~20 steps
+        self._at = time.perf_counter()
+        self._seconds, self._steps = 0.0, 0
+
+    def start(self) -> None:
+        """Begins to count here; what went by since the last mark is not training."""
+        self._at = time.perf_counter()
+
+    def mark(self) -> None:
+        """A step has ended."""
+        now = time.perf_counter()
+        seconds, self._at = now - self._at, now
+        self._seconds += seconds
+        self._steps += 1
+        old = self.seconds_per_step
+        self.seconds_per_step = seconds if math.isnan(old) else 0.9 * old + 0.1 * seconds
+
+    def take(self) -> float:
+        """Tokens per second over the steps since the last `take`."""
+        rate = self._steps * self.tokens_per_step / self._seconds if self._seconds > 0 else math.nan
+        self._seconds, self._steps = 0.0, 0
+        return rate
+
+
+def plot(metrics_path: Path, image_path: Path, title: str) -> bool:
+    """Draws loss.png from a metrics file: training loss raw and smoothed, validation points, learning rate.
+
+    Returns whether there was anything to draw. Raises ImportError where matplotlib is missing.
+    """
+    lines = read_jsonl(metrics_path)
+    train = [(line["step"], line["loss"]) for line in lines if isinstance(line.get("loss"), (int, float))]
+    valid = [
+        (x["step"], x["validation_loss"]) for x in lines if isinstance(x.get("validation_loss"), (int, float))
+    ]
+    rates = [
+        (x["step"], x["learning_rate"]) for x in lines if isinstance(x.get("learning_rate"), (int, float))
+    ]
+    if not train:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps, losses = zip(*train, strict=True)
+    smoothed = smooth(losses, max(1.0, len(losses) / 50))
+    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training loss")
+    axes.plot(steps, smoothed, color="tab:blue", linewidth=1.8, label=f"smoothed ({smoothed[-1]:.3f})")
+    if valid:
+        axes.plot(
+            *zip(*valid, strict=True),
+            "o-",
+            color="tab:red",
+            markersize=4,
+            label=f"validation ({valid[-1][1]:.3f})",
+        )
+    baseline = next(
+        (x["ngram_loss"] for x in reversed(lines) if isinstance(x.get("ngram_loss"), (int, float))), None
+    )
+    if baseline is not None:
+        axes.axhline(
+            baseline, color="tab:gray", linestyle="--", linewidth=1, label=f"n-gram model ({baseline:.3f})"
+        )
+    # The first steps stand far above the rest; let the rest fill the frame once there is enough of it.
+    shown = sorted(losses)
+    if len(shown) >= 50:
+        low = min([shown[0], *(v for _, v in valid)] + ([baseline] if baseline is not None else []))
+        high = max(shown[int(0.98 * len(shown))], *(v for _, v in valid[:1]), baseline or 0.0)
+        pad = 0.05 * max(high - low, 1e-3)
+        axes.set_ylim(low - pad, high + pad)
+    axes.set_xlabel("step")
+    axes.set_ylabel("nats per token")
+    axes.set_title(title)
+    axes.grid(alpha=0.25)
+    right = axes.twinx()
+    right.plot(*zip(*rates, strict=True), color="tab:green", alpha=0.6, linewidth=1, label="learning rate")
+    right.set_ylabel("learning rate", color="tab:green")
+    right.set_ylim(bottom=0)
+    handles = [artist for side in (axes, right) for artist in side.get_legend_handles_labels()[0]]
+    right.legend(handles=handles, loc="upper right", framealpha=0.9)  # on the upper layer of the two
+    scratch = image_path.with_name(image_path.name + ".tmp")
+    figure.savefig(scratch, format="png")
+    os.replace(scratch, image_path)
+    return True
+
+
+def smooth(values: tuple[float, ...] | list[float], span: float) -> list[float]:
+    """Exponential moving average over about `span` values, without the pull of its start towards zero."""
+    keep = 1.0 - 1.0 / max(span, 1.0)
+    total = weight = 0.0
+    result = []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1.0
+        result.append(total / weight)
+    return result

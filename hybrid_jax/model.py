@@ -1,0 +1,255 @@
+"""The language model: embedding, a stack of sublayers written as one string, final norm, head.
+
+Shapes: B batch, T time, D model, V vocabulary.
+
+Parameters are a nested dict of fp32 arrays. Sublayers of the pattern's shortest period are stacked along a
+leading axis under "layers" and run by one lax.scan; what is left over stands unstacked under "tail".
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from hybrid_jax import pattern as pattern_lib
+from hybrid_jax.config import ModelConfig
+from hybrid_jax.layers.context import MIXER_IN, MIXER_OUT, Context, count_positions, number_documents
+from hybrid_jax.layers.gdn import GDN
+from hybrid_jax.layers.gqa import GQA
+from hybrid_jax.layers.kda import KDA
+from hybrid_jax.layers.linear import matmul
+from hybrid_jax.layers.mamba2 import Mamba2
+from hybrid_jax.layers.mla import MLA
+from hybrid_jax.layers.mlp import SwiGLU
+from hybrid_jax.layers.norm import RMSNorm, rms_norm
+from hybrid_jax.loss import linear_cross_entropy
+
+Params = dict[str, Any]
+
+_MIXERS = {"*": (MLA, "mla"), "A": (GQA, "gqa"), "G": (GDN, "gdn"), "K": (KDA, "kda"), "S": (Mamba2, "mamba2")}
+
+
+class Sublayer(nnx.Module):
+    """x + child(norm(x)): `symbol` (one of `* A G K S -`) says what the child is; it is called mixer or mlp."""
+
+    def __init__(self, cfg: ModelConfig, symbol: str, rngs: nnx.Rngs):
+        std = cfg.initializer_range
+        out_std = std * (2 * len(cfg.layout)) ** -0.5 if cfg.rescale_out_proj else std
+        if symbol != "S" or cfg.mamba2.pre_norm:
+            self.norm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
+        if symbol == "-":
+            self.mlp = SwiGLU(cfg.hidden_size, cfg.intermediate_size, std=std, out_std=out_std, rngs=rngs)
+        else:
+            kind, section = _MIXERS[symbol]
+            sizes = getattr(cfg, section)
+            eps = cfg.norm_eps_of(sizes)
+            self.mixer = kind(sizes, cfg.hidden_size, eps, std=std, out_std=out_std, rngs=rngs)
+
+    def __call__(self, x: jax.Array, ctx: Context, state=None):
+        h = self.norm(x) if hasattr(self, "norm") else x
+        if hasattr(self, "mlp"):
+            y, state = self.mlp(h), None
+        else:
+            y, state = self.mixer(h, ctx, state)
+        return x + y, state
+
+
+def _remat(fn, policy: str):
+    """`fn` under the policy of config.model.remat. The backward pass recomputes nothing (none), all but matrix
+    products (dots), all but the inputs and outputs of the sequence operations (names), or all (full).
+    """
+    if policy == "none":
+        return fn
+    policies = {
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "names": jax.checkpoint_policies.save_only_these_names(MIXER_IN, MIXER_OUT),
+        "full": jax.checkpoint_policies.nothing_saveable,
+    }
+    return jax.checkpoint(fn, policy=policies[policy], prevent_cse=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A hybrid language model; hashable and without arrays, so that it can be static under jit.
+
+    cfg: sizes and pattern. backend: of the sequence operations (config.kernels.backend). compute_dtype: of
+    activations and matrix products, "bfloat16" or "float32".
+    """
+
+    cfg: ModelConfig
+    backend: str = "auto"
+    compute_dtype: str = "bfloat16"
+
+    @functools.cached_property
+    def _parts(self) -> tuple[str, int, str]:
+        """(period, repeats, tail) of the layout."""
+        layout = self.cfg.layout
+        return pattern_lib.period(layout) if self.cfg.scan_layers else ("", 0, layout)
+
+    @functools.cached_property
+    def _definitions(self) -> dict[str, tuple]:
+        """(graph definition, tree structure) of each symbol's sublayer."""
+        found = {}
+        for symbol in sorted(set(self.cfg.layout)):
+            module = nnx.eval_shape(lambda s=symbol: Sublayer(self.cfg, s, nnx.Rngs(0)))
+            graph, state = nnx.split(module)
+            found[symbol] = (graph, jax.tree.structure(state))
+        return found
+
+    # Parameters
+
+    def init(self, key: jax.Array) -> Params:
+        """Parameters drawn from `key` (a jax.random.key): normal with initializer_range, see each layer."""
+        cfg = self.cfg
+        unit, repeats, tail = self._parts
+        stacked_keys, tail_key, embed_key, head_key = jax.random.split(key, 4)
+
+        def sublayer(symbol: str, key: jax.Array) -> Params:
+            module = Sublayer(cfg, symbol, nnx.Rngs(params=key))
+            return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+        def draw(key: jax.Array) -> jax.Array:
+            return cfg.initializer_range * jax.random.normal(key, (cfg.vocab_size, cfg.hidden_size))
+
+        params: Params = {"embed": {"weight": draw(embed_key)}}
+        if repeats:
+            keys = jax.random.split(stacked_keys, (len(unit), repeats))
+            params["layers"] = {
+                str(i): jax.vmap(functools.partial(sublayer, s))(keys[i]) for i, s in enumerate(unit)
+            }
+        if tail:
+            keys = jax.random.split(tail_key, len(tail))
+            params["tail"] = {str(i): sublayer(s, keys[i]) for i, s in enumerate(tail)}
+        params["norm"] = {"weight": jnp.ones((cfg.hidden_size,))}
+        if not cfg.tie_word_embeddings:
+            params["lm_head"] = {"weight": draw(head_key)}
+        return params
+
+    def abstract_params(self) -> Params:
+        """The tree of `init` as jax.ShapeDtypeStruct; allocates nothing."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    @property
+    def sublayers(self) -> list[tuple[str, tuple[str, str], int]]:
+        """(symbol, path of its parameters, index along the stacked axis or -1 in the tail), first to last."""
+        unit, repeats, tail = self._parts
+        stacked = [(s, ("layers", str(i)), n) for n in range(repeats) for i, s in enumerate(unit)]
+        return stacked + [(s, ("tail", str(i)), -1) for i, s in enumerate(tail)]
+
+    # Forward
+
+    def _stack(self, params: Params, x: jax.Array, ctx: Context, states: Params | None = None):
+        """The sublayers in order. states as from init_state, without "length"; returns x and new states."""
+        unit, repeats, tail = self._parts
+
+        def apply(symbol: str, weights: Params, x, ctx: Context, state):
+            graph, structure = self._definitions[symbol]
+            module = nnx.merge(graph, jax.tree.unflatten(structure, jax.tree.leaves(weights)))
+            with jax.named_scope(pattern_lib.NAMES[symbol].lower()):
+                return module(x, ctx, state)
+
+        def train(symbol: str, weights: Params, x, ctx: Context):
+            return apply(symbol, weights, x, ctx, None)[0]
+
+        def through(symbols: str, weights: Params, x, state):
+            new = {}
+            for i, symbol in enumerate(symbols):
+                if state is None:
+                    x = _remat(functools.partial(train, symbol), self.cfg.remat)(weights[str(i)], x, ctx)
+                else:
+                    x, new[str(i)] = apply(symbol, weights[str(i)], x, ctx, state[str(i)])
+            return x, (new if state is not None else None)
+
+        new_states: Params = {}
+        for name, symbols in (("layers", unit if repeats else ""), ("tail", tail)):
+            if not symbols:
+                continue
+            state = None if states is None else states[name]
+            if name == "layers":
+                body = lambda x, xs: through(symbols, xs[0], x, xs[1])  # noqa: B023,E731
+                x, new_states[name] = jax.lax.scan(body, x, (params[name], state))
+            else:
+                x, new_states[name] = through(symbols, params[name], x, state)
+        return x, new_states
+
+    def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:
+        return params["embed"]["weight"][tokens].astype(self.compute_dtype)
+
+    def _head(self, params: Params) -> jax.Array:
+        return params["embed" if self.cfg.tie_word_embeddings else "lm_head"]["weight"]
+
+    def hidden(self, params: Params, tokens: jax.Array, segment_ids=None, positions=None) -> jax.Array:
+        """The final norm's output [B, T, D] in compute_dtype for tokens [B, T] i32 in [0, V).
+
+        segment_ids [B, T]: a change of id starts a document, at which convolutions, recurrences, attention and
+        (unless positions [B, T] are given) positions restart. None: the row is one document.
+        """
+        if segment_ids is not None:
+            segment_ids = number_documents(segment_ids)
+        if positions is None:
+            positions = count_positions(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
+        ctx = Context(positions, segment_ids, backend=self.backend)
+        x, _ = self._stack(params, self._embed(params, tokens), ctx)
+        return rms_norm(x, params["norm"]["weight"], self.cfg.norm_eps)
+
+    def logits(self, params: Params, tokens: jax.Array, segment_ids=None, positions=None) -> jax.Array:
+        """[B, T, V] fp32. For short inputs: training goes through `loss`, which never holds this array."""
+        x = self.hidden(params, tokens, segment_ids, positions)
+        return matmul(x, self._head(params).T).astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    def loss(self, params: Params, batch: dict[str, jax.Array], total_count=None):
+        """Mean next-token cross entropy (nats) and its parts.
+
+        batch: tokens, targets (-1 = masked), segment_ids, positions, each [B, T] i32. The sum over unmasked
+        targets is divided by total_count, the number of them in the global batch (None: in this batch), so that
+        the gradients of micro batches add up to those of one large batch whatever each one's count.
+        Returns (loss, {"loss_sum", "z_loss_sum", "count"}), fp32 scalars; the loss includes the z-loss.
+        """
+        x = self.hidden(params, batch["tokens"], batch["segment_ids"], batch["positions"])
+        targets = batch["targets"]
+        count = jnp.sum(targets >= 0).astype(jnp.float32)
+        nll, z = linear_cross_entropy(
+            x, self._head(params), targets, z_loss=self.cfg.z_loss, chunk=self.cfg.loss_chunk_tokens
+        )
+        total = count if total_count is None else total_count
+        return nll / jnp.maximum(total, 1.0), {"loss_sum": nll, "z_loss_sum": z, "count": count}
+
+    # Decoding
+
+    def init_state(self, batch: int, max_length: int) -> Params:
+        """Empty states for `batch` sequences of up to max_length tokens: constant in it for recurrent mixers."""
+        cfg = self.cfg
+        unit, repeats, tail = self._parts
+
+        def one(symbol: str) -> Params:
+            if symbol == "-":
+                return {}
+            kind, section = _MIXERS[symbol]
+            sizes = getattr(cfg, section)
+            make = lambda: kind(sizes, cfg.hidden_size, 0.0, std=0.0, out_std=0.0, rngs=nnx.Rngs(0))  # noqa: E731
+            return nnx.eval_shape(make).init_state(batch, max_length, jnp.dtype(self.compute_dtype))
+
+        states: Params = {"length": jnp.zeros((), jnp.int32)}
+        if repeats:
+            stack = lambda a: jnp.broadcast_to(a, (repeats, *a.shape))  # noqa: E731
+            states["layers"] = {str(i): jax.tree.map(stack, one(s)) for i, s in enumerate(unit)}
+        if tail:
+            states["tail"] = {str(i): one(s) for i, s in enumerate(tail)}
+        return states
+
+    def step(self, params: Params, tokens: jax.Array, states: Params) -> tuple[jax.Array, Params]:
+        """Takes the next tokens [B, T] of one document a row; T > 1 fills the states from a prompt.
+
+        Returns the logits of the last token [B, V] fp32 and the new states.
+        """
+        T = tokens.shape[1]
+        positions = states["length"] + jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape)
+        ctx = Context(positions, length=states["length"], backend=self.backend)
+        inner = {k: v for k, v in states.items() if k != "length"}
+        x, new = self._stack(params, self._embed(params, tokens), ctx, inner)
+        x = rms_norm(x[:, -1], params["norm"]["weight"], self.cfg.norm_eps)
+        logits = matmul(x, self._head(params).T).astype(jnp.promote_types(x.dtype, jnp.float32))
+        return logits, {**new, "length": states["length"] + T}

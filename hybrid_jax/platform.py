@@ -1,0 +1,164 @@
+"""Which accelerator a run uses, and the XLA and driver environment it wants, settled before jax is imported.
+
+XLA reads XLA_FLAGS once, at jax's import, and aborts the process on a flag it does not know, so the table
+below holds only flags that jax 0.10 to 0.12 accept on every platform. Whatever the user has set wins: a
+variable that exists is left alone, and of XLA_FLAGS only flags that are not there yet are added.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import pkgutil
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from hybrid_jax.errors import UserError
+
+REQUESTS = ("auto", "cpu", "gpu", "cuda", "rocm")
+_TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """An XLA flag (its name starts with --) or an environment variable, for one platform, and why."""
+
+    name: str
+    value: str
+    platform: str
+    reason: str
+    architectures: tuple[str, ...] = ()  # empty = all
+
+
+SETTINGS = (
+    Setting("--xla_gpu_enable_command_buffer", "", "rocm", "HIP graphs segfault (openxla/xla#46952)"),
+    Setting("--xla_gpu_enable_latency_hiding_scheduler", "true", "rocm", "overlaps collectives with compute"),
+    Setting(
+        "--xla_gpu_enable_triton_gemm", "false", "rocm", "matmuls by hipBLASLt, as AMD's training images do"
+    ),
+    Setting("--xla_gpu_enable_cublaslt", "true", "rocm", "means hipBLASLt there"),
+    Setting(
+        "--xla_gpu_autotune_level", "4", "rocm", "some images carry 0, which changes results (ROCm/jax#467)"
+    ),
+    Setting(
+        "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9", "rocm", "jax takes 0.75; RCCL and hipBLASLt need the rest"
+    ),
+    Setting("GPU_MAX_HW_QUEUES", "2", "rocm", "AMD's setting for compute beside collectives"),
+    Setting("HIP_FORCE_DEV_KERNARG", "1", "rocm", "kernel arguments in device memory: shorter launches"),
+    Setting("HSA_NO_SCRATCH_RECLAIM", "1", "rocm", "no stall to give scratch memory back", ("gfx942",)),
+    Setting("RCCL_WARP_SPEED_AUTO", "0", "rocm", "on by default there, and gave NaN losses", ("gfx950",)),
+    Setting("--xla_gpu_enable_latency_hiding_scheduler", "true", "cuda", "overlaps collectives with compute"),
+    Setting("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9", "cuda", "jax takes 0.75; NCCL and cuBLAS need the rest"),
+)
+
+
+def environment(platform: str, user: Mapping[str, str], architecture: str = "") -> dict[str, str]:
+    """The variables to set for `platform` ("cpu", "cuda" or "rocm") on top of the environment `user`."""
+    new: dict[str, str] = {}
+    flags: list[str] = []
+    user_flags = user.get("XLA_FLAGS", "").strip()
+    taken = {token.split("=")[0] for token in user_flags.split()}
+    for setting in SETTINGS:
+        if setting.platform != platform or (
+            setting.architectures and architecture not in setting.architectures
+        ):
+            continue
+        if not setting.name.startswith("--"):
+            if setting.name not in user:
+                new[setting.name] = setting.value
+        elif setting.name not in taken:
+            flags.append(f"{setting.name}={setting.value}")
+    # XLA_FLAGS that does not start with a dash names a file of flags; there is no adding to that.
+    if flags and (not user_flags or user_flags.startswith("-")):
+        new["XLA_FLAGS"] = " ".join([*flags, *([user_flags] if user_flags else [])])
+    return new
+
+
+def installed_plugins() -> set[str]:
+    """Of {"cuda", "rocm"}, those that the installed jax has a plugin for (found without importing jax)."""
+    spec = importlib.util.find_spec("jax_plugins")
+    names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)] if spec else []
+    return {platform for platform in ("cuda", "rocm") if any(platform in name for name in names)}
+
+
+def visible_hardware() -> set[str]:
+    """Of {"cuda", "rocm"}, the vendors whose GPU driver is there."""
+    signs = {"rocm": ("/dev/kfd",), "cuda": ("/dev/nvidiactl", "/proc/driver/nvidia/version")}
+    return {platform for platform, paths in signs.items() if any(map(os.path.exists, paths))}
+
+
+def amd_architecture(topology: Path = _TOPOLOGY) -> str:
+    """The first AMD GPU's architecture, such as "gfx942", by the kernel driver; "" if there is none."""
+    for properties in sorted(topology.glob("*/properties")):
+        try:
+            match = re.search(r"^gfx_target_version (\d+)$", properties.read_text(), re.MULTILINE)
+        except OSError:
+            continue
+        if match and int(match[1]):
+            version = int(match[1])  # 90402 means 9.4.2; the last digit is hexadecimal in the name
+            return f"gfx{version // 10000}{version // 100 % 100}{version % 100:x}"
+    return ""
+
+
+def choose(request: str, plugins: Iterable[str], hardware: Iterable[str]) -> str:
+    """The platform ("cpu", "cuda" or "rocm") for a request out of REQUESTS or a JAX_PLATFORMS value.
+
+    Raises UserError if a GPU is asked for by name or as "gpu" and jax has no plugin for it.
+    """
+    request, plugins = request.split(",")[0].strip().lower(), set(plugins)
+    if request not in REQUESTS:
+        raise UserError(f"--platform: {request!r} is not one of {', '.join(REQUESTS)}")
+    if request == "cpu":
+        return "cpu"
+    usable = [platform for platform in ("rocm", "cuda") if platform in plugins]
+    present = [platform for platform in usable if platform in set(hardware)]
+    if request == "auto":
+        return present[0] if present else "cpu"
+    wanted = [request] if request != "gpu" else (present or usable)
+    if not wanted or wanted[0] not in plugins:
+        extra = request if request != "gpu" else "rocm] or hybrid_jax[cuda"
+        raise UserError(
+            f"--platform: {request} asked for, but the installed jax is without a plugin for it; "
+            f"install hybrid_jax[{extra}], or run with --platform=cpu"
+        )
+    return wanted[0]
+
+
+def prepare(request: str) -> str:
+    """Sets this process's environment for a request ("" = JAX_PLATFORMS, else auto) and returns the platform.
+
+    To be called before jax is imported. Raises UserError as `choose` does.
+    """
+    asked = request or os.environ.get("JAX_PLATFORMS", "") or "auto"
+    platform = choose(asked, installed_plugins(), visible_hardware())
+    os.environ.update(environment(platform, os.environ, amd_architecture() if platform == "rocm" else ""))
+    if request and request != "auto":
+        os.environ["JAX_PLATFORMS"] = platform
+    return platform
+
+
+def unused_gpu(platform: str, plugins: Iterable[str], hardware: Iterable[str]) -> str:
+    """A warning if the run goes to the CPU although there is a GPU, as jax has no plugin for it; else ""."""
+    missing = sorted(set(hardware) - set(plugins))
+    if platform != "cpu" or not missing:
+        return ""
+    return (
+        f"this machine has a {'ROCm' if missing[0] == 'rocm' else 'CUDA'} GPU, but the installed jax is for "
+        f"the CPU only; install hybrid_jax[{missing[0]}] (--platform=cpu silences this)"
+    )
+
+
+def check_backend(platform: str) -> None:
+    """Imports jax, starts its backend and raises UserError unless the devices are of `platform`."""
+    import jax
+
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"--platform: jax finds no {platform} device: {reason}") from None
+    if platform != "cpu" and devices[0].platform != "gpu":
+        raise UserError(
+            f"--platform: {platform} asked for, but jax sees only {devices[0].device_kind} devices; "
+            "check the driver and the container's device access, or run with --platform=cpu"
+        )

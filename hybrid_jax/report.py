@@ -1,0 +1,235 @@
+"""What a person reads about a run before it starts: the banner, --dry_run, --dry_run=compile, and whether it
+fits.
+
+Plain text out of plain data; jax is imported only by what has to ask or compile.
+"""
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hybrid_jax import __version__, flops, pattern
+from hybrid_jax.config import Config
+from hybrid_jax.config_checks import check_devices, mesh_shape
+from hybrid_jax.errors import UserError
+
+BYTES_PER_PARAMETER = {"parameters": 4, "gradients": 4, "optimizer": 8}  # all fp32; AdamW has two moments
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+# Dense bf16 TFLOP/s (no sparsity) by the vendors' data sheets (AMD Instinct MI300X, MI325X, MI350X, MI355X;
+# NVIDIA H100, H200, A100). A part of jax's device_kind finds its row, the first that matches.
+PEAK_TFLOPS = (
+    ("MI355X", 2516.0),
+    ("MI350X", 2307.0),
+    ("MI325X", 1307.0),
+    ("MI300X", 1307.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("H200 NVL", 836.0),
+    ("H200", 989.0),
+    ("A100", 312.0),
+)
+
+
+def peak_flops(device_kind: str) -> float:
+    """Peak dense bf16 FLOP/s of one device by its `device_kind`; 0.0 if unknown (no MFU is shown then)."""
+    for name, tflops in PEAK_TFLOPS:
+        if name.lower() in device_kind.lower():
+            return tflops * 1e12
+    return 0.0
+
+
+def tokens_per_step(config: Config) -> int:
+    return config.train.global_batch_size * config.train.sequence_length
+
+
+def banner(config: Config, devices: Sequence[Any], workdir: str | Path) -> str:
+    """The lines a run starts with. `devices`: all devices of the run (`jax.devices()`)."""
+    kinds = sorted({device.device_kind for device in devices})
+    processes = len({device.process_index for device in devices})
+    data, fsdp, tensor = mesh_shape(config.mesh, len(devices))
+    lines = [
+        f"hybrid_jax  {__version__}",
+        f"devices     {len(devices)} x {', '.join(kinds)} ({devices[0].platform})" + _of_processes(processes),
+        f"mesh        data {data} x fsdp {fsdp} x tensor {tensor}",
+        *_model_lines(config),
+        *_token_lines(config),
+        f"output      {workdir}",
+    ]
+    return "\n".join(lines)
+
+
+def dry_run(config: Config) -> str:
+    """The table of --dry_run: parameters, FLOPs, tokens, bytes per device. Builds nothing, imports no jax."""
+    model, total = config.model, flops.parameter_count(config.model)
+    per_token = flops.flops_per_token(model, config.train.sequence_length)
+    rows = [("part", "count", "parameters", "share", "FLOPs a token", "share")]
+    for part, count, cost in flops.breakdown(model, config.train.sequence_length):
+        share, work = cost.parameters / total, 3.0 * cost.flops
+        rows.append(
+            (
+                part,
+                f"{count}",
+                f"{cost.parameters:,}",
+                f"{share:.1%}",
+                f"{work:.3e}",
+                f"{work / per_token:.1%}",
+            )
+        )
+    rows.append(("total", "", f"{total:,}", "", f"{per_token:.3e}", ""))
+    memory = [("fp32 on each device", "bytes", "GiB")]
+    for name, size in (*BYTES_PER_PARAMETER.items(), ("total", sum(BYTES_PER_PARAMETER.values()))):
+        memory.append((name, f"{size * total:,}", f"{size * total / 2**30:.2f}"))
+    head = [*_model_lines(config), *_token_lines(config)]
+    return "\n".join([*head, "", *aligned(rows), "", *aligned(memory)])
+
+
+def compiled(config: Config) -> str:
+    """Compiles the training step for the devices here: its memory and its collectives. Raises UserError."""
+    import jax
+
+    from hybrid_jax import sharding, step
+
+    check_devices(config, jax.device_count(), jax.process_count())
+    executable = step.compile_step(config, sharding.make_mesh(config.mesh))
+    memory: Any = executable.memory_analysis()
+    rows = [("compiled step, bytes a device", "bytes", "GiB")]
+    sizes = {
+        "arguments (state, batch)": memory.argument_size_in_bytes,
+        "results, not in the arguments' place": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "temporary (gradients, activations)": memory.temp_size_in_bytes,
+    }
+    for name, size in (*sizes.items(), ("total", sum(sizes.values()))):
+        rows.append((name, f"{size:,}", f"{size / 2**30:.2f}"))
+    lines = aligned(rows)
+    if jax.default_backend() == "cpu":
+        lines.append(
+            "Compiled for the CPU, which keeps bf16 matmul inputs in fp32: an upper bound for a GPU."
+        )
+    table = [("collective", "count", "bytes a device")]
+    table += [
+        (name, f"{count}", f"{size:,}")
+        for name, (count, size) in collectives(executable.as_text() or "").items()
+    ]
+    if len(table) == 1:
+        return "\n".join(
+            [*lines, "", f"collectives: none ({jax.device_count()} device{'s'[: jax.device_count() > 1]})"]
+        )
+    return "\n".join(
+        [*lines, "", *aligned(table), "(as they stand in the program: one inside a loop is counted once)"]
+    )
+
+
+def collectives(hlo: str) -> dict[str, tuple[int, int]]:
+    """{collective: (instructions, bytes of their results)} of optimized HLO text, only those that occur.
+
+    A collective whose groups hold one device each moves nothing and is left out.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    instruction = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(")
+    for line in hlo.splitlines():
+        match = instruction.search(line)
+        if match is None or _group_size(line) == 1:
+            continue
+        shapes, name, start = match.groups()
+        sizes = [_bytes(kind, dims) for kind, dims in re.findall(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]", shapes)]
+        if start and name != "all-reduce":
+            sizes = sizes[len(sizes) // 2 :]  # an asynchronous start returns (operands, results)
+        count, total = found.get(name, (0, 0))
+        found[name] = (count + 1, total + sum(sizes))
+    return found
+
+
+def check_memory(config: Config) -> None:
+    """Raises UserError if parameters, gradients and moments do not fit into this machine. Imports jax."""
+    import jax
+
+    local = jax.local_devices()
+    if jax.default_backend() == "cpu":
+        available, copies, where = host_memory(), len(local), "this machine's memory"
+    else:
+        available = (local[0].memory_stats() or {}).get("bytes_limit", 0)
+        copies, where = 1, f"the memory of a {local[0].device_kind}"
+    check_fits(flops.parameter_count(config.model), copies, available, where)
+
+
+def check_fits(parameters: int, copies: int, available: int, where: str) -> None:
+    """Raises UserError if `copies` of the training state exceed `available` bytes (0 = unknown: passes)."""
+    needed = parameters * copies * sum(BYTES_PER_PARAMETER.values())
+    if available and needed > available:
+        times = f" on each of {copies} devices" if copies > 1 else ""
+        raise UserError(
+            f"config.model: {parameters:,} parameters x 16 bytes{times} need {needed:,} bytes, "
+            f"but {where} is {available:,}; take a smaller config or a larger machine (see --dry_run)"
+        )
+
+
+def host_memory() -> int:
+    """Bytes of memory this process may use: the machine's, or its control group's limit if that is lower."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            sizes.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+    return min(sizes)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: first column to the left, the others to the right, a rule under the first row."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def _model_lines(config: Config) -> list[str]:
+    model = config.model
+    total, inner = flops.parameter_count(model), flops.non_embedding_count(model)
+    work = flops.flops_per_token(model, config.train.sequence_length)
+    return [
+        f"stack       {pattern.draw(model.layout)}",
+        f"parameters  {total:,} ({inner:,} without embedding and head)",
+        f"compute     {_giga(work)} a token, forward and backward, in {config.train.compute_dtype}",
+    ]
+
+
+def _token_lines(config: Config) -> list[str]:
+    train, step = config.train, tokens_per_step(config)
+    return [
+        f"tokens      {step:,} a step ({train.global_batch_size:,} x {train.sequence_length:,}), "
+        f"{step * train.steps:,} in {train.steps:,} steps"
+    ]
+
+
+def _giga(number: float) -> str:
+    return f"{number / 1e9:.4g} GFLOP" if number >= 1e8 else f"{number / 1e6:.4g} MFLOP"
+
+
+def _of_processes(processes: int) -> str:
+    return f", {processes} processes" if processes > 1 else ""
+
+
+def _group_size(line: str) -> int:
+    """Devices in a group of an HLO collective, 0 if it does not say; XLA has three ways to write it."""
+    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return match[1].count(",") + 1
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
+        return int(match[1])
+    if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match[2]))
+    return 0
+
+
+def _bytes(kind: str, dims: str) -> int:
+    bits = {"pred": 8, "token": 0}.get(kind) or int(next(iter(re.findall(r"\d+", kind)), 0))
+    return math.prod(int(d) for d in dims.split(",") if d) * bits // 8

@@ -1,0 +1,248 @@
+"""One optimizer step as a compiled program: what it computes, and how its arrays lie on the mesh.
+
+A accumulation steps, B rows of one accumulation step over all devices, T tokens. The batch of a step is
+{tokens, targets, segment_ids, positions}, each [A, B, T] i32, its rows split over the mesh's batch axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from hybrid_jax import optimizer as optimizer_lib
+from hybrid_jax import sharding
+from hybrid_jax.model import Model
+from hybrid_jax.optimizer import STACKED, Optimizer, leaf_paths
+
+if TYPE_CHECKING:
+    from hybrid_jax.config import Config
+
+PyTree = Any
+State = dict[str, Any]
+Batch = dict[str, jax.Array]
+
+BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")
+
+
+def batch_shape(cfg: Config, mesh: Mesh) -> tuple[int, int, int]:
+    """(A, B, T) of a step: micro_batch_size rows a device at once, A times over."""
+    ways = sharding.batch_ways(mesh)
+    share = cfg.train.global_batch_size // ways
+    micro = cfg.train.micro_batch_size or share
+    return share // micro, micro * ways, cfg.train.sequence_length
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The programs of a run: init, step and evaluation, for one config and mesh.
+
+    State: {"params", "opt_state": {"count", "mu", "nu"}, "step" i32, "bad_steps" i32 (non-finite ones in a
+    row), "skipped" i32 (all non-finite ones)}. Call everything under jax.set_mesh(mesh).
+    """
+
+    cfg: Config
+    mesh: Mesh
+    table: sharding.Table = sharding.TABLE
+
+    @functools.cached_property
+    def model(self) -> Model:
+        return Model(
+            self.cfg.model, backend=self.cfg.kernels.backend, compute_dtype=self.cfg.train.compute_dtype
+        )
+
+    @functools.cached_property
+    def optimizer(self) -> Optimizer:
+        return Optimizer(self.cfg.optimizer, self.cfg.train.steps)
+
+    # What things look like
+
+    @functools.cached_property
+    def state(self) -> State:
+        """The train state as ShapeDtypeStructs with their shardings."""
+        shapes = jax.eval_shape(self._init, jax.random.key(0))
+        return sharding.abstract(shapes, sharding.shardings(shapes, self.mesh, self.table))
+
+    @functools.cached_property
+    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """A step's batch as ShapeDtypeStructs with their sharding."""
+        shape = batch_shape(self.cfg, self.mesh)
+        one = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding.batch_sharding(self.mesh))
+        return dict.fromkeys(BATCH_KEYS, one)
+
+    @functools.cached_property
+    def _param_shardings(self) -> PyTree:
+        return jax.tree.map(lambda x: x.sharding, self.state["params"])
+
+    @functools.cached_property
+    def groups(self) -> list[tuple[str, int]]:
+        """(parameter path, index along the stacked axis or -1) of each entry of a step's "finite" flags."""
+        found = []
+        for path, leaf in leaf_paths(self.state["params"]):
+            repeats = range(leaf.shape[0]) if path.split(".")[0] == STACKED else (-1,)
+            found += [(path, n) for n in repeats]
+        return found
+
+    def describe_group(self, index: int) -> str:
+        """Entry `index` of `groups` in words: the parameter's path and which sublayer of the stack it belongs
+        to."""
+        path, repeat = self.groups[index]
+        for number, (symbol, prefix, n) in enumerate(self.model.sublayers):
+            if tuple(path.split(".")[:2]) == prefix and n == repeat:
+                at = f"[{repeat}]" if repeat >= 0 else ""
+                return f"{path}{at} (sublayer {number}, {symbol!r})"
+        return path
+
+    # What is computed
+
+    def _init(self, key: jax.Array) -> State:
+        params = self.model.init(key)
+        counters = {name: jnp.zeros((), jnp.int32) for name in ("step", "bad_steps", "skipped")}
+        return {"params": params, "opt_state": self.optimizer.init(params), **counters}
+
+    def init(self, seed: int) -> State:
+        """A fresh state, made in place: each device draws only what it keeps."""
+        shards = jax.tree.map(lambda x: x.sharding, self.state)
+        return jax.jit(self._init, out_shardings=shards)(jax.random.key(seed))
+
+    def gradients(self, params: PyTree, batch: Batch) -> tuple[dict[str, jax.Array], PyTree]:
+        """({"objective", "loss", "count"}, f32 gradients) of a step's batch [A, B, T].
+
+        Everything is divided by the unmasked targets of the WHOLE batch, so the accumulated sum is what one
+        large batch gives whatever the counts of its parts. objective is loss + z-loss, per target; loss is
+        without.
+        """
+        count = jnp.sum(batch["targets"] >= 0).astype(jnp.float32)
+        total = jnp.maximum(count, 1.0)
+
+        def one(micro: Batch) -> tuple[dict[str, jax.Array], PyTree]:
+            (objective, parts), grads = jax.value_and_grad(self.model.loss, has_aux=True)(
+                params, micro, total
+            )
+            loss = (parts["loss_sum"] - parts["z_loss_sum"]) / total
+            grads = jax.lax.with_sharding_constraint(grads, self._param_shardings)
+            return {"objective": objective, "loss": loss}, grads
+
+        steps = batch["tokens"].shape[0]
+        if steps == 1:
+            values, grads = one(jax.tree.map(lambda x: x[0], batch))
+        else:
+
+            def add(total_so_far: PyTree, micro: Batch) -> tuple[PyTree, None]:
+                return jax.tree.map(jnp.add, total_so_far, one(micro)), None
+
+            zero = {"objective": jnp.zeros((), jnp.float32), "loss": jnp.zeros((), jnp.float32)}
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+            zeros = jax.lax.with_sharding_constraint(zeros, self._param_shardings)
+            (values, grads), _ = jax.lax.scan(add, (zero, zeros), batch)
+        return {**values, "count": count}, grads
+
+    def _step(self, state: State, batch: Batch, stop: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        values, grads = self.gradients(state["params"], batch)
+        squares = optimizer_lib.sum_of_squares(grads)
+        norm = optimizer_lib.norm_of(squares)
+        ok = jnp.isfinite(values["objective"]) & jnp.isfinite(norm)
+        params, opt_state, rate = self.optimizer.apply(grads, state["opt_state"], state["params"], norm)
+
+        def keep(new: PyTree, old: PyTree) -> PyTree:
+            return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
+
+        new = {
+            "params": keep(params, state["params"]),
+            "opt_state": keep(opt_state, state["opt_state"]),
+            "step": state["step"] + 1,
+            "bad_steps": jnp.where(ok, 0, state["bad_steps"] + 1),
+            "skipped": state["skipped"] + jnp.where(ok, 0, 1),
+        }
+        metrics = {
+            "loss": values["loss"],
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "count": values["count"],
+            "bad_steps": new["bad_steps"],
+            "skipped": new["skipped"],
+            "finite": jnp.concatenate([jnp.isfinite(x).reshape(-1) for x in jax.tree.leaves(squares)]),
+            "stop": jnp.max(stop),
+        }
+        return new, metrics
+
+    def _evaluate(self, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        def one(micro: Batch) -> tuple[jax.Array, jax.Array]:
+            _, parts = self.model.loss(params, micro)
+            return parts["loss_sum"] - parts["z_loss_sum"], parts["count"]
+
+        sums, counts = jax.lax.map(one, batch)
+        return jnp.sum(sums), jnp.sum(counts)
+
+    # Compiled
+
+    def compile_step(self) -> jax.stages.Compiled:
+        """(state, batch, stop) -> (state, metrics); the old state's memory is reused.
+
+        stop: i32 [devices], see `stop_flags`; metrics["stop"] is its maximum, so that all processes of a run
+        learn of a signal to one of them at the same step.
+        """
+        whole = sharding.replicated(self.mesh)
+        state, batch, stop = self.state, self.batch, self._stop
+        shards = jax.tree.map(lambda x: x.sharding, (state, batch, stop))
+        step = jax.jit(self._step, donate_argnums=0, in_shardings=shards, out_shardings=(shards[0], whole))
+        with jax.set_mesh(self.mesh):
+            return step.lower(state, batch, stop).compile()
+
+    def compile_evaluate(self) -> jax.stages.Compiled:
+        """(params, batch) -> (sum of the losses in nats, number of unmasked targets), f32 scalars."""
+        whole = sharding.replicated(self.mesh)
+        params, batch = self.state["params"], self.batch
+        shards = jax.tree.map(lambda x: x.sharding, (params, batch))
+        evaluate = jax.jit(self._evaluate, in_shardings=shards, out_shardings=whole)
+        with jax.set_mesh(self.mesh):
+            return evaluate.lower(params, batch).compile()
+
+    @property
+    def _stop(self) -> jax.ShapeDtypeStruct:
+        flags = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+        return jax.ShapeDtypeStruct((self.mesh.size,), jnp.int32, sharding=flags)
+
+    def stop_flags(self, signal: int) -> jax.Array:
+        """The step's third argument: `signal` on each device of this process (0: go on)."""
+        flags = self._stop
+        values = np.full(flags.shape, signal, np.int32)
+        return jax.make_array_from_callback(flags.shape, flags.sharding, lambda index: values[index])
+
+    # For a person
+
+    def inspect(self, params: PyTree) -> tuple[np.ndarray, np.ndarray]:
+        """(whether finite, largest magnitude) of each parameter group, as in `groups`."""
+
+        def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+            stacked = int(optimizer_lib.path_str(path).split(".")[0] == STACKED)
+            return jnp.max(jnp.abs(x), axis=tuple(range(stacked, x.ndim))).reshape(-1)
+
+        sizes = jax.jit(lambda p: jax.tree_util.tree_map_with_path(one, p))(params)
+        largest = np.concatenate(jax.tree.leaves(jax.device_get(sizes)))
+        return np.isfinite(largest), largest
+
+    def backward_order(self, groups: Sequence[int]) -> list[int]:
+        """Entries of `groups`, the deepest sublayer first: where a fault that arose in the backward pass
+        began."""
+        depth = {(*prefix, n): i for i, (_, prefix, n) in enumerate(self.model.sublayers)}
+
+        def key(index: int) -> int:
+            path, repeat = self.groups[index]
+            first, second = path.split(".")[:2]
+            if first == "embed":  # its gradient has a part from every depth
+                return -1
+            return depth.get((first, second, repeat), len(depth))
+
+        return sorted(groups, key=key, reverse=True)
+
+
+def compile_step(cfg: Config, mesh: Mesh) -> jax.stages.Compiled:
+    """The compiled training step of a config on a mesh, from shapes alone: no parameter is allocated."""
+    return Programs(cfg, mesh).compile_step()

@@ -1,0 +1,426 @@
+"""A training run, top to bottom: devices, data, state, compile, loop, last words.
+
+Its folder (config.workdir) gets config.json, metrics.jsonl, train.log, checkpoints/, loss.png and sample.txt.
+A run that finds checkpoints there goes on from the newest one. Steps are counted from 1: step k is the k-th
+update.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from hybrid_jax import checkpoint, data, distributed, feed, flops, metrics, report, sharding
+from hybrid_jax import config as config_lib
+from hybrid_jax.config import Config
+from hybrid_jax.data import ngram
+from hybrid_jax.data.interface import Dataset
+from hybrid_jax.errors import UserError
+from hybrid_jax.generate import generate
+from hybrid_jax.signals import StopRequest
+from hybrid_jax.step import Programs, batch_shape, compile_step
+
+__all__ = ["compile_step", "run"]
+
+
+def run(cfg: Config) -> None:
+    """Trains as `cfg` says. Raises UserError for what the user can mend, SystemExit(130 or 143) after a
+    signal."""
+    distributed.initialize()
+    main = distributed.is_main()
+    workdir = Path(cfg.workdir)
+    if main:
+        _make_folder(workdir)
+    console = metrics.Console(workdir / "train.log", quiet=not main)
+    try:
+        _run(cfg, workdir, console)
+    except KeyboardInterrupt:  # outside the loop, which has its own answer to it
+        console.text("interrupted; run the same command to go on from the newest checkpoint")
+        raise SystemExit(130) from None
+    finally:
+        console.close()
+
+
+def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
+    main = distributed.is_main()
+
+    # ---- devices -----------------------------------------------------------------
+    config_lib.check_devices(cfg, jax.device_count(), jax.process_count())
+    mesh = sharding.make_mesh(cfg.mesh)
+    programs = Programs(cfg, mesh)
+
+    # ---- data --------------------------------------------------------------------
+    console.phase("opening the data")
+    train_data = _open_data(cfg, "train")
+    valid_data = _open_data(cfg, "validation") if cfg.eval.batches else None
+    if main:
+        console.text(report.banner(cfg, jax.devices(), workdir))
+        console.text(f"data        {train_data.description}")
+        _write(workdir / "config.json", json.dumps(config_lib.to_dict(cfg), indent=2) + "\n")
+
+    # ---- state: restored, or fresh -----------------------------------------------
+    meta = checkpoint.describe(cfg, train_data.fingerprint)
+    checkpoints = restored = None
+    if cfg.checkpoint.every_steps:
+        checkpoints = checkpoint.Checkpoints(
+            workdir / "checkpoints", cfg.checkpoint.keep, meta, console.phase
+        )
+        restored = checkpoints.restore(programs.state)
+    if restored:
+        state, start, saved_meta = restored
+        for line in checkpoint.changes(saved_meta, meta):
+            console.text(f"note: {line}")
+    else:
+        console.phase("drawing the initial parameters")
+        with jax.set_mesh(mesh):
+            state, start = programs.init(cfg.train.seed), 0
+
+    # ---- training and last words -------------------------------------------------
+    writers = metrics.open_writers(cfg, workdir, start) if main else []
+    training = Training(cfg, workdir, console, programs, checkpoints, writers, valid_data)
+    training.state, training.done = state, start
+    del state  # each step gives its memory to the next
+    try:
+        training.loop(train_data)
+        training.finish(train_data)
+    finally:
+        training.write_line()
+        for writer in writers:
+            writer.close()
+        if checkpoints:
+            checkpoints.close()
+
+
+class Training:
+    """The state of a run and what is done with it step by step; the numbers of step k are looked at during k
+    + 1."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        workdir: Path,
+        console: metrics.Console,
+        programs: Programs,
+        checkpoints: checkpoint.Checkpoints | None,
+        writers: list[metrics.Writer],
+        valid_data: Dataset | None,
+    ):
+        self.cfg, self.workdir, self.console, self.programs = cfg, workdir, console, programs
+        self.checkpoints, self.writers, self.valid_data = checkpoints, writers, valid_data
+        self.placement = feed.Placement(
+            batch_shape(cfg, programs.mesh), sharding.batch_sharding(programs.mesh)
+        )
+        self.tokens_per_step = cfg.train.global_batch_size * cfg.train.sequence_length
+        self.clock = metrics.Clock(self.tokens_per_step)
+        # FLOP/s of a device = tokens/s * this
+        self.device_flops = flops.flops_per_token(cfg.model, cfg.train.sequence_length) / jax.device_count()
+        self.state: Any = None
+        self.done = 0  # steps
+        self.bad_steps = 0  # in a row, as of the last step looked at
+        self.stop_signal = 0  # as agreed by all processes
+        self._pending: tuple[int, dict[str, jax.Array]] | None = (
+            None  # a step's numbers, perhaps still being computed
+        )
+        self._line: tuple[int, dict[str, Any]] | None = (
+            None  # a step's numbers, looked at but not written yet
+        )
+        self._evaluate: Any = None
+
+    # ---- the loop ----------------------------------------------------------------
+
+    def loop(self, train_data: Dataset) -> None:
+        """Runs the steps from `done` + 1 to train.steps."""
+        cfg, steps, start = self.cfg, self.cfg.train.steps, self.done
+        if start >= steps:
+            self.console.phase(f"step {start} of {steps} is done already; raise config.train.steps to go on")
+            return
+        self.console.phase("compiling the training step")
+        step_fn = self.programs.compile_step()
+        several = jax.process_count() > 1
+        flags = {0: self.programs.stop_flags(0)}
+        profile = _Profile(cfg.train.profile_steps, self.workdir / "profile")
+        checked = feed.Checked(train_data, cfg.model.vocab_size)
+        place, rows = self.placement.place, self.placement.rows
+        self.console.phase(f"training: steps {start + 1} to {steps}")
+        with (
+            StopRequest() as request,
+            data.prefetch(checked, start, rows, cfg.train.global_batch_size) as batches,
+            profile,
+        ):
+            self.clock.start()
+            for step in range(start + 1, steps + 1):
+                if profile.begins(step):
+                    self._look()
+                    profile.start()
+                signal = request.signal if several else 0
+                if signal not in flags:
+                    flags[signal] = self.programs.stop_flags(signal)
+                self.state, numbers = step_fn(self.state, place(next(batches)), flags[signal])
+                self._look()  # at the step before, while this one runs
+                self._pending, self.done = (step, numbers), step
+                if not several:
+                    self.stop_signal = request.signal
+
+                validates = _due(step, cfg.eval.every_steps) and step < steps
+                saves = _due(step, cfg.checkpoint.every_steps) or step == steps or self.stop_signal
+                if validates or saves or profile.ends(step):
+                    self._look(hold=True)
+                    if profile.ends(step):
+                        profile.stop()
+                        self.console.phase(f"profile written to {profile.folder}")
+                    more = self._validate() if validates else {}
+                    if saves:
+                        self._save()
+                    if step < steps:  # the last line waits for `finish`
+                        self.write_line(**more)
+                    self.clock.start()
+                if self.stop_signal:
+                    self._stop(request)
+
+    def _look(self, hold: bool = False) -> None:
+        """Waits for the pending step's numbers and writes them; with `hold` the line stays open for more
+        values.
+
+        Raises UserError after train.max_bad_steps non-finite steps in a row.
+        """
+        self.write_line()
+        if self._pending is None:
+            return
+        (step, arrays), self._pending = self._pending, None
+        got = jax.device_get(arrays)
+        self.clock.mark()
+        self.bad_steps = int(got["bad_steps"])
+        if jax.process_count() > 1:
+            self.stop_signal = int(got["stop"])
+        logged = step == 1 or step == self.cfg.train.steps or _due(step, self.cfg.log.every_steps)
+        if logged or hold or self.bad_steps:
+            rate = self.clock.take()
+            values = {name: float(got[name]) for name in ("loss", "grad_norm", "learning_rate")}
+            values |= {"tokens_per_second": rate, "tflops_per_second": rate * self.device_flops / 1e12}
+            peak = report.peak_flops(jax.devices()[0].device_kind)
+            if peak:
+                values["mfu"] = rate * self.device_flops / peak
+            values |= {"tokens": step * self.tokens_per_step, "skipped": int(got["skipped"])}
+            self._line = (step, values)
+            left = self.clock.seconds_per_step * (self.cfg.train.steps - step)
+            self.console.progress(step, self.cfg.train.steps, values, left)
+        if self.bad_steps:
+            self._skipped(step, got)
+        if not hold:
+            self.write_line()
+
+    def write_line(self, **more: Any) -> None:
+        """Writes the numbers of the last step looked at, once, together with `more`."""
+        if self._line is not None:
+            (step, values), self._line = self._line, None
+            for writer in self.writers:
+                writer.write(step, {**values, **more})
+
+    def _skipped(self, step: int, got: dict[str, np.ndarray]) -> None:
+        """Says what was not finite in a step whose update was skipped. Raises UserError when it was one too
+        many."""
+        wrong = self.programs.backward_order(np.flatnonzero(~got["finite"]).tolist())
+        parts = [] if np.isfinite(got["loss"]) else ["the loss"]
+        if wrong:
+            others = (
+                f" and {len(wrong) - 1} of the other {len(got['finite']) - 1} groups"
+                if len(wrong) > 1
+                else ""
+            )
+            parts.append(f"the gradient of {self.programs.describe_group(wrong[0])}{others}")
+        what = " and ".join(parts) or "the gradient norm"
+        self.console.text(f"step {step}: {what} not finite; update skipped ({self.bad_steps} in a row)")
+        if self.bad_steps < self.cfg.train.max_bad_steps:
+            return
+        self.write_line()
+        self._plot()
+        finite, largest = self.programs.inspect(self.state["params"])
+        if finite.all():
+            at = int(np.argmax(largest))
+            about = f"all parameters are finite, the largest in {self.programs.describe_group(at)} ({largest[at]:.3g})"
+        else:
+            bad = [self.programs.describe_group(int(i)) for i in np.flatnonzero(~finite)]
+            about = f"the parameters of {bad[0]} are not finite" + (
+                f", nor {len(bad) - 1} more" if len(bad) > 1 else ""
+            )
+        newest = self.checkpoints.steps() if self.checkpoints else []
+        kept = f"checkpoint {newest[-1]} is kept" if newest else "no checkpoint was written"
+        raise UserError(
+            f"config.train.max_bad_steps: {self.bad_steps} steps in a row were not finite, the last of them "
+            f"step {step}: "
+            f"{what} not finite; {about}; {kept}; lower config.optimizer.learning_rate or look at that "
+            "sublayer"
+        )
+
+    def _save(self) -> None:
+        if not self.checkpoints:
+            return
+        if self.bad_steps:  # what led here may be in the state: do not push good checkpoints out
+            self.console.text(f"step {self.done}: not saved, as it was not finite")
+            return
+        self.checkpoints.save(self.done, self.state)
+
+    def _stop(self, request: StopRequest) -> None:
+        """Last words after a signal. Raises SystemExit."""
+        self.write_line()
+        self._plot()
+        if self.checkpoints:
+            self.checkpoints.wait()
+            newest = self.checkpoints.steps()
+            kept = (
+                f"checkpoint {newest[-1]} is whole; run the same command to go on from there"
+                if newest
+                else ""
+            )
+        else:
+            kept = "no checkpoint was written (config.checkpoint.every_steps is 0)"
+        self.console.text(f"stopped after step {self.done} of {self.cfg.train.steps}; {kept}")
+        raise SystemExit(128 + self.stop_signal)
+
+    # ---- validation and the end --------------------------------------------------
+
+    def _validate(self) -> dict[str, float]:
+        """Validation loss in nats per token and per byte, over the same eval.batches batches every time."""
+        if self.valid_data is None:
+            return {}
+        began = time.perf_counter()
+        if self._evaluate is None:
+            self._evaluate = self.programs.compile_evaluate()
+        checked = feed.Checked(self.valid_data, self.cfg.model.vocab_size)
+        size, sums = self.placement.global_batch_size, []
+        for index in range(self.cfg.eval.batches):
+            batch = self.placement.place(checked.batch(index, self.placement.rows, size))
+            sums.append(self._evaluate(self.state["params"], batch))
+        total, count = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
+        loss = float(total / max(count, 1.0))
+        per_byte = loss / self.valid_data.tokenizer.bytes_per_token
+        self.console.text(
+            f"validation after step {self.done}: {loss:.4f} nats per token, {per_byte:.4f} per byte "
+            f"({int(count):,} tokens, {time.perf_counter() - began:.1f} s)"
+        )
+        return {"validation_loss": loss, "validation_loss_per_byte": per_byte}
+
+    def finish(self, train_data: Dataset) -> None:
+        """Final validation (and the n-gram model beside it), sample.txt and loss.png."""
+        cfg = self.cfg
+        if self.checkpoints:
+            self.checkpoints.wait()
+        results = self._validate()
+        if self.valid_data is not None and cfg.eval.ngram_order and distributed.is_main():
+            windows = cfg.eval.batches * self.placement.global_batch_size
+            loss = ngram.nats_per_token(train_data, self.valid_data, cfg.eval.ngram_order, windows)
+            per_byte = loss / self.valid_data.tokenizer.bytes_per_token
+            results |= {"ngram_loss": loss, "ngram_loss_per_byte": per_byte}
+            self.console.text(
+                f"beside it, a Witten-Bell {cfg.eval.ngram_order}-gram model of the same training text: "
+                f"{loss:.4f} nats per token, {per_byte:.4f} per byte"
+            )
+        self.write_line(**results)
+        self._plot()
+        if cfg.eval.sample_tokens:
+            self._sample(train_data)
+        stats = jax.local_devices()[0].memory_stats() or {}
+        if "peak_bytes_in_use" in stats:
+            self.console.phase(f"peak memory of a device: {stats['peak_bytes_in_use'] / 2**30:.2f} GiB")
+        self.console.phase(f"done: {self.workdir}")
+
+    def _sample(self, train_data: Dataset) -> None:
+        cfg, tokenizer = self.cfg, train_data.tokenizer
+        params = _on_one_device(self.state["params"])
+        if not distributed.is_main():
+            return
+        prompt = tokenizer.encode(cfg.eval.sample_prompt) or [tokenizer.end_of_document]
+        ids = generate(
+            self.programs.model, params, prompt, cfg.eval.sample_tokens,
+            temperature=cfg.eval.sample_temperature, seed=cfg.train.seed,
+        )  # fmt: skip
+        text = cfg.eval.sample_prompt + tokenizer.decode(ids)
+        _write(self.workdir / "sample.txt", text + "\n")
+        self.console.text(f"---- sample ----\n{text}\n----------------")
+
+    def _plot(self) -> None:
+        if not self.writers:
+            return
+        title = f"{self.workdir.name}: {self.cfg.model.layout}"
+        try:
+            metrics.plot(self.workdir / "metrics.jsonl", self.workdir / "loss.png", title)
+        except ImportError:
+            self.console.text("loss.png not drawn: matplotlib is not installed; run: pip install matplotlib")
+
+
+class _Profile:
+    """A jax.profiler trace of the steps "first:last", both included; used as a context manager around the
+    loop."""
+
+    def __init__(self, steps: str, folder: Path):
+        self._first, self._last = (int(part) for part in steps.split(":")) if steps else (-1, -1)
+        self.folder = folder
+        self._running = False
+
+    def __enter__(self) -> _Profile:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.stop()
+
+    def begins(self, step: int) -> bool:
+        return step == self._first
+
+    def ends(self, step: int) -> bool:
+        return self._running and step == self._last
+
+    def start(self) -> None:
+        jax.profiler.start_trace(str(self.folder))
+        self._running = True
+
+    def stop(self) -> None:
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _open_data(cfg: Config, split: str) -> Dataset:
+    return data.open(
+        cfg.data,
+        sequence_length=cfg.train.sequence_length,
+        vocab_size=cfg.model.vocab_size,
+        seed=cfg.train.seed,
+        split=split,
+    )
+
+
+def _on_one_device(params: Any) -> Any:
+    """The whole parameters as arrays of this process's first device. Every process of a run must call it."""
+    if jax.process_count() > 1 and not all(x.is_fully_replicated for x in jax.tree.leaves(params)):
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(params, tiled=True)
+    return jax.tree.map(
+        lambda x: x.addressable_data(0) if x.is_fully_replicated else jax.device_get(x), params
+    )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / ".writable", "")
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise UserError(f"config.workdir: cannot write to {folder}: {error.strerror or error}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a text file that is there whole or not at all."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)

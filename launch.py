@@ -1,0 +1,196 @@
+"""Trains a model: python launch.py --config=configs/gdn_300m.py [--config.train.steps=100 ...]
+
+`python launch.py --help` lists the flags and every config key. Mistakes end in one line on stderr and exit
+code 2.
+"""
+
+import dataclasses
+import difflib
+import os
+import re
+import sys
+
+from absl import flags
+
+from hybrid_jax import config_file, platform
+from hybrid_jax.config import Config, fields
+from hybrid_jax.errors import UserError
+
+_USAGE = """\
+usage: python launch.py --config=configs/NAME.py[:smoke] [--config.KEY=VALUE ...] [flags]
+
+  python launch.py --config=configs/tiny_hybrid.py                  a small model on this machine, in minutes
+  python launch.py --config=configs/gdn_300m.py:smoke               a published model, a few small steps
+  python launch.py --config=configs/gdn_300m.py --config.model.mixer=kda --dry_run
+
+Stopped runs go on where they were when started again with the same workdir.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line, parsed."""
+
+    flags: flags.FlagValues
+    overrides: tuple[tuple[str, str], ...]
+
+
+def _define() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_string("config", "", "the config file, and a variant after a colon", flag_values=values)
+    flags.DEFINE_enum(
+        "dry_run",
+        None,
+        ["report", "compile"],
+        "print sizes and costs only; =compile compiles the step too",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "platform",
+        None,
+        list(platform.REQUESTS),
+        "default: JAX_PLATFORMS, else a GPU if there is one",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "coordinator_address", "", "HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS)", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "num_processes", 0, "processes of the run (or JAX_NUM_PROCESSES)", flag_values=values
+    )
+    flags.DEFINE_integer("process_id", -1, "this process's number (or JAX_PROCESS_ID)", flag_values=values)
+    flags.DEFINE_bool("help", False, "this text", short_name="h", flag_values=values)
+    return values
+
+
+def parse(arguments: list[str]) -> Options:
+    """Splits `--config.KEY=VALUE` from the flags. Raises UserError for anything that is neither."""
+    plain, overrides = [], []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        bare = name.lstrip("-")
+        if not name.startswith("-") or not bare.startswith("config."):
+            plain.append("--dry_run=report" if argument in ("--dry_run", "-dry_run") else argument)
+            continue
+        if not equals:
+            value = next(rest, "--")
+            if value.startswith("--"):
+                raise UserError(f"{bare}: needs a value, as in --{bare}=VALUE")
+        overrides.append((bare.removeprefix("config."), value))
+    values = _define()
+    try:
+        left_over = values(["launch.py", *plain])[1:]
+    except flags.UnrecognizedFlagError as error:
+        raise UserError(
+            f"--{error.flagname}: unknown flag{_similar_flag(error.flagname, list(values))}"
+        ) from None
+    except flags.Error as error:
+        text = re.sub(
+            r"flag (--\w+)=(.*): invalid literal.*", r"\1: expected a whole number, got '\2'", str(error)
+        )
+        raise UserError(text) from None
+    if left_over:
+        raise UserError(f"{left_over[0]!r}: not a flag; config keys are set as --config.KEY=VALUE")
+    return Options(values, tuple(overrides))
+
+
+def _similar_flag(name: str, known: list[str]) -> str:
+    keys = [f"config.{path}" for path, _ in fields()]
+    for candidate in (f"config.{name}", *(key for key in keys if key.endswith(f".{name}"))):
+        if candidate in keys:
+            return f", did you mean --{candidate}?"
+    near = difflib.get_close_matches(name, [*known, *keys], n=1)
+    return f", did you mean --{near[0]}?" if near else "; see --help"
+
+
+def help_text() -> str:
+    """Usage, flags, and every config key with its default and meaning."""
+    lines = [_USAGE, "flags"]
+    values = _define()
+    lines += [f"  --{name:<21} {values[name].help}" for name in sorted(values) if len(name) > 1]
+    lines += ["", f"{'--config.KEY=VALUE':<34} {'default':<11} meaning [choices]"]
+    for path, field in fields():
+        if path.startswith("model.gqa.rope."):
+            if path.endswith("style"):
+                lines.append(f"  {'model.gqa.rope.*':<32} {'':<11} as model.mla.rope.*, but style half")
+            continue
+        choices = f" [{', '.join(field.metadata['choices'])}]" if field.metadata["choices"] else ""
+        default = "''" if field.default == "" else str(field.default)
+        lines.append(f"  {path:<32} {default:<11} {field.metadata['help']}{choices}")
+    return "\n".join(lines)
+
+
+def run(arguments: list[str]) -> int:
+    """Everything `python launch.py` does; returns the exit code. Raises UserError."""
+    options = parse(arguments)
+    values = options.flags
+    if values.help:
+        _show(help_text())
+        return 0
+    if not values.config:
+        raise UserError(
+            "--config: missing; give a config file, as in --config=configs/tiny_hybrid.py (see --help)"
+        )
+    config = config_file.load(values.config, options.overrides)
+    if values.dry_run == "report":
+        from hybrid_jax import report
+
+        _show(report.dry_run(config) + "\n\nActivations come on top; --dry_run=compile tells how much.")
+        return 0
+    start_devices(values)
+    if config_file.split(values.config)[1] == "smoke":
+        from hybrid_jax import report
+
+        report.check_memory(config)
+    if values.dry_run == "compile":
+        return compile_only(config)
+    from hybrid_jax import train
+
+    train.run(config)
+    return 0
+
+
+def _show(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader has seen enough, as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def start_devices(values: flags.FlagValues) -> None:
+    """Sets the environment, imports jax, joins the other processes. Raises UserError."""
+    name = platform.prepare(values.platform or "")
+    if not values.platform:
+        warning = platform.unused_gpu(name, platform.installed_plugins(), platform.visible_hardware())
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr)
+    from hybrid_jax import distributed
+
+    distributed.initialize(values.coordinator_address, values.num_processes, values.process_id)
+    platform.check_backend(name)
+
+
+def compile_only(config: Config) -> int:
+    """--dry_run=compile: the dry-run table, then what compiling the step for these devices tells."""
+    from hybrid_jax import report
+
+    print(report.dry_run(config) + "\n", flush=True)
+    print(report.compiled(config))
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """`run`, with a UserError as one line on stderr and exit code 2."""
+    try:
+        return run(arguments)
+    except UserError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted before training", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""A run beside published milestones."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybrid_jax import compare, config_file
+from hybrid_jax.errors import UserError
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+NAMES = sorted(path.stem for path in (CONFIGS / "milestones").glob("*.json"))
+
+
+def write_run(folder, losses, **config):
+    lines = [
+        json.dumps({"step": s, "loss": loss, "tokens_per_second": 1000.0 + s}) for s, loss in losses.items()
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    if config:
+        (folder / "config.json").write_text(json.dumps({"train": config}))
+
+
+def test_milestones_belong_to_configs_and_to_their_recipes():
+    assert set(NAMES) == {"gdn_300m", "kda_300m", "hybrid_gdn_300m", "hybrid_mamba2_300m", "gdn_1b"}
+    for name in NAMES:
+        milestones, train = compare.load_milestones(name), config_file.load(f"{CONFIGS / name}.py").train
+        assert milestones["steps"] == train.steps
+        assert milestones["tokens_per_step"] == train.global_batch_size * train.sequence_length
+        assert set(milestones["loss"]) | set(milestones["tokens_per_second"]) <= set(milestones["sources"])
+        for series in milestones["loss"].values():
+            steps = list(map(int, series))
+            assert steps == sorted(steps)
+            assert 1 <= steps[0]
+            assert steps[-1] <= milestones["steps"]
+            assert list(series.values()) == sorted(series.values(), reverse=True)
+        assert len(milestones["zero_shot"]) == 7
+
+
+def test_published_values():
+    gdn, kda = (compare.load_milestones(name)["loss"] for name in ("gdn_300m", "kda_300m"))
+    assert gdn["MI300X"]["1000"] == 4.050
+    assert gdn["MI355X"]["4768"] == 3.411
+    assert kda["MI300X"]["4700"] == 3.3624
+    assert kda["MI355X"]["4768"] == 3.407
+    assert compare.load_milestones("gdn_1b")["loss"]["MI355X"]["95368"] == 2.487
+
+
+def test_the_table_shows_both_and_their_difference(tmp_path, capsys):
+    write_run(
+        tmp_path, {1: 11.9752, 100: 9.7, 500: 4.728, 995: 4.0}, global_batch_size=1024, sequence_length=2048
+    )
+    assert compare.main([str(tmp_path), "--to", "gdn_300m"]) == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line[:1].isdigit()}
+    assert rows["1"] == ["11.9752", "11.9652", "+0.0100"]
+    assert rows["100"] == ["9.7000", "9.6010", "+0.0990", "7.4710", "+2.2290"]
+    assert rows["500"] == ["4.7280", "4.7280", "+0.0000"]
+    assert rows["1,000"] == ["4.0000", "4.0500", "-0.0500"]  # 995 is within 1%
+    assert rows["2,000"] == ["-", "3.6140"]
+    assert "equal steps are not equal tokens" not in out
+    assert "1,465,704" in out
+
+
+def test_a_run_with_other_steps_is_told_apart(tmp_path, capsys):
+    write_run(tmp_path, {1: 12.0}, global_batch_size=8, sequence_length=128)
+    compare.main([str(tmp_path), "--to", "kda_300m"])
+    assert "Its step has 1,024 tokens, the published one 2,097,152" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_finite_or_not_near_is_not_shown():
+    lines = [{"step": 100, "loss": None}, {"step": 102, "loss": 5.0}, {"step": 500, "loss": 3.0}]
+    assert compare.loss_at(lines, 101) == 5.0
+    assert compare.loss_at(lines, 100) is None
+    assert compare.loss_at(lines, 400) is None
+    assert compare.loss_at(lines, 496) == 3.0
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    with pytest.raises(UserError, match="--to: nothing is published under 'gdn_30m'; did you mean gdn_300m"):
+        compare.load_milestones("gdn_30m")
+    for arguments, words in [
+        ([str(tmp_path / "none"), "--to", "gdn_300m"], "no such run"),
+        ([str(tmp_path), "--to", "gdn_300m"], "holds no metrics.jsonl with a step in it"),
+        ([str(tmp_path), "--to", "xyz"], "nothing is published under 'xyz'"),
+    ]:
+        assert compare.main(arguments) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ")
+        assert words in err
+        assert err.count("\n") == 1

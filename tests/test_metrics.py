@@ -1,0 +1,184 @@
+"""What a run writes and shows."""
+
+import io
+import json
+import math
+import sys
+
+import pytest
+
+from hybrid_jax import metrics
+from hybrid_jax.config import Config, LogConfig
+from hybrid_jax.errors import UserError
+
+VALUES = {"loss": 2.5, "grad_norm": 0.7, "learning_rate": 1e-3, "tokens_per_second": 12345.0}
+
+
+def _strict(text):
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_jsonl_is_valid_json_also_when_a_value_is_not_finite(tmp_path):
+    writer = metrics.JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.write(1, VALUES)
+    writer.write(2, {**VALUES, "loss": math.nan, "grad_norm": -math.inf})
+    writer.close()
+    first, second = _strict((tmp_path / "metrics.jsonl").read_text())
+    assert first == {"step": 1, **VALUES}
+    assert second["loss"] is None and second["grad_norm"] is None
+    assert second["nonfinite"] == ["loss", "grad_norm"]
+    assert second["learning_rate"] == 1e-3
+
+
+def test_resuming_drops_what_was_written_beyond_the_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = metrics.JsonlWriter(path)
+    for step in range(1, 8):
+        writer.write(step, VALUES)
+    writer.close()
+    with path.open("a") as file:
+        file.write('{"step": 8, "lo')  # killed while writing
+    resumed = metrics.JsonlWriter(path, keep_to=5)
+    resumed.write(6, {"loss": 9.0})
+    resumed.close()
+    assert [line["step"] for line in _strict(path.read_text())] == [1, 2, 3, 4, 5, 6]
+    assert _strict(path.read_text())[-1]["loss"] == 9.0
+    metrics.JsonlWriter(path).close()  # a fresh run in an old folder
+    assert path.read_text() == ""
+
+
+def test_tensorboard_events_can_be_read_back(tmp_path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto import event_pb2
+
+    writer = metrics.TensorBoardWriter(tmp_path)
+    writer.write(3, {**VALUES, "nonfinite": ["x"]})
+    writer.close()
+    (file,) = tmp_path.iterdir()
+    data, found = file.read_bytes(), {}
+    while data:  # TFRecord: length u64, crc u32, payload, crc u32
+        length = int.from_bytes(data[:8], "little")
+        event = event_pb2.Event.FromString(data[12 : 12 + length])
+        found |= {value.tag: (event.step, value.simple_value) for value in event.summary.value}
+        data = data[16 + length :]
+    assert found["loss"] == (3, 2.5)
+    assert set(found) == set(VALUES)
+
+
+@pytest.mark.parametrize(("module", "key"), [("tensorboardX", "tensorboard"), ("wandb", "wandb")])
+def test_a_missing_tracker_is_one_line_with_the_remedy(tmp_path, monkeypatch, module, key):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(
+        UserError, match=rf"config\.log\.{key}: {module} is not installed.*pip install 'hybrid_jax\[track\]'"
+    ):
+        metrics.open_writers(Config(log=LogConfig(**{key: True})), tmp_path, 0)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_trackers_are_off_and_offline_unless_asked(tmp_path):
+    (writer,) = metrics.open_writers(Config(), tmp_path, 0)
+    assert isinstance(writer, metrics.JsonlWriter)
+    assert LogConfig().wandb_mode == "offline"
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_plain_lines_are_few_and_the_last_one_is_there(tmp_path):
+    stream = io.StringIO()
+    console = metrics.Console(tmp_path / "train.log", stream, every_seconds=1000)
+    for step in range(1, 101):
+        console.progress(step, 100, VALUES, 30.0)
+    console.text("a note")
+    console.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == ["1/100", "2/100", "3/100", "100/100"]
+    assert lines[-1] == "a note"
+    assert "\r" not in stream.getvalue()
+    assert (tmp_path / "train.log").read_text() == stream.getvalue()
+    for part in ("loss 2.5000", "lr 1.00e-03", "|g| 0.7", "12.3k tok/s", "left 0:30"):
+        assert part in lines[0]
+
+
+def test_terminal_gets_one_bar_and_notes_stand_on_lines_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        metrics.shutil, "get_terminal_size", lambda default: metrics.os.terminal_size((120, 24))
+    )
+    stream = _Terminal()
+    console = metrics.Console(tmp_path / "train.log", stream)
+    values = {**VALUES, "tflops_per_second": 1.5, "mfu": 0.123}
+    for step in (1, 2, 50):
+        console.progress(step, 100, values, 3725.0)
+    console.text("a note")
+    console.progress(51, 100, values, math.nan)
+    console.close()
+    drawn = stream.getvalue().split("\r\x1b[2K")[1:]
+    assert len(drawn) == 4
+    assert all(len(bar.split("\n")[0]) < 120 for bar in drawn)
+    assert drawn[2].endswith("\na note\n")
+    assert "MFU 12.3%" in drawn[2] and "1.5 TFLOP/s" in drawn[2] and "left 1:02:05" in drawn[2]
+    filled = drawn[2].count("█")
+    assert filled > 0 and abs(filled - drawn[2].count("░")) <= 1  # half-way
+    assert "left" not in drawn[3]
+    assert "\r" not in (tmp_path / "train.log").read_text()
+
+
+def test_quiet_console_of_the_other_processes(tmp_path):
+    stream = io.StringIO()
+    console = metrics.Console(tmp_path / "train.log", stream, quiet=True)
+    console.text("x")
+    console.progress(1, 2, VALUES, 1.0)
+    console.close()
+    assert stream.getvalue() == "" and not (tmp_path / "train.log").exists()
+
+
+def test_clock_leaves_out_what_is_not_training(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    clock = metrics.Clock(tokens_per_step=1000)
+    now[0] += 50  # compiling
+    clock.start()
+    for seconds in (2.0, 3.0):
+        now[0] += seconds
+        clock.mark()
+    assert clock.take() == pytest.approx(2000 / 5)
+    now[0] += 77  # validation
+    clock.start()
+    now[0] += 4.0
+    clock.mark()
+    assert clock.take() == pytest.approx(250)
+    assert math.isnan(clock.take())
+    assert 2.0 < clock.seconds_per_step < 4.0
+
+
+def test_smoothing_is_a_weighted_mean_without_a_pull_to_zero():
+    assert metrics.smooth([5.0] * 10, 4) == pytest.approx([5.0] * 10)
+    assert metrics.smooth([1.0, 2.0, 3.0], 1.0) == [1.0, 2.0, 3.0]
+    assert metrics.smooth([0.0, 3.0], 2.0) == pytest.approx([0.0, 3.0 / 1.5])
+
+
+def test_short_numbers_and_durations():
+    assert [metrics.short(x) for x in (950, 12_345, 4_560_000, 2.5e9)] == ["950", "12.3k", "4.56M", "2.5G"]
+    assert [metrics.duration(s) for s in (9, 605, 3725, 90061)] == ["0:09", "10:05", "1:02:05", "1d 01:01:01"]
+
+
+def test_plot_is_drawn_from_the_file_also_with_gaps(tmp_path):
+    assert metrics.plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "empty") is False
+    writer = metrics.JsonlWriter(tmp_path / "metrics.jsonl")
+    for step in range(1, 121):
+        values = {"loss": 6 * step**-0.3, "learning_rate": 1e-3 * min(step / 10, 1.0)}
+        if step == 30:
+            values["loss"] = math.nan
+        if step % 40 == 0:
+            values |= {"validation_loss": 6.1 * step**-0.3, "ngram_loss": 1.8}
+        writer.write(step, values)
+    writer.close()
+    assert metrics.plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "a run") is True
+    image = (tmp_path / "loss.png").read_bytes()
+    assert image.startswith(b"\x89PNG") and len(image) > 20_000
+    assert not list(tmp_path.glob("*.tmp"))

@@ -1,0 +1,256 @@
+"""The stack around the layers: scan, remat, packing, causality, decoding, initial loss, counts."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from hybrid_jax.config import GDNConfig, GQAConfig, KDAConfig, Mamba2Config, MLAConfig, ModelConfig, RopeConfig
+from hybrid_jax.generate import generate
+from hybrid_jax.layers.kda import KDA
+from hybrid_jax.model import Model
+
+BASE = ModelConfig(
+    pattern="*-G-",
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    mla=MLAConfig(
+        num_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
+    ),
+    gqa=GQAConfig(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True, bias=True, rope=RopeConfig(style="half")),
+    gdn=GDNConfig(num_heads=2, num_v_heads=4, head_dim=8),
+    kda=KDAConfig(num_heads=2, num_v_heads=2, head_dim=8, expand_v=2.0),
+    mamba2=Mamba2Config(state_size=8, head_dim=8, n_groups=2, expand=2.0, chunk_size=32),
+)
+EVERY_KIND = "*-G-K-S-A-"
+
+
+def model_of(pattern: str, **changes) -> Model:
+    return Model(dataclasses.replace(BASE, pattern=pattern, **changes), compute_dtype="float32")
+
+
+def init(model: Model, seed: int = 0):
+    """Parameters with weights large enough for every path to matter."""
+    params = model.init(jax.random.key(seed))
+    grow = lambda path, p: p * 5 if path[-1].key == "weight" and p.ndim >= 2 else p  # noqa: E731
+    return jax.tree_util.tree_map_with_path(grow, params)
+
+
+def tokens_of(seed: int, *shape: int) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), shape, 0, BASE.vocab_size)
+
+
+def rms_error(got, want) -> float:
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
+
+
+@pytest.mark.parametrize("symbol", "*AGKS")
+def test_packed_equals_separate(symbol):
+    """Documents of 70, 1, 30 and 3 tokens in one row: each one's logits are those it has alone."""
+    model = model_of(symbol + "-")
+    params = init(model)
+    sizes = [70, 1, 30, 3]
+    tokens = tokens_of(1, 1, sum(sizes))
+    # The first and third document share an id: it is the change that counts.
+    ids = jnp.asarray(np.repeat([4, 9, 4, 2], sizes))[None]
+    packed = np.asarray(jax.jit(model.logits)(params, tokens, ids))
+    start = 0
+    for size in sizes:
+        alone = np.asarray(model.logits(params, tokens[:, start : start + size]))
+        error = np.abs(packed[:, start : start + size] - alone).max() / np.abs(alone).max()
+        assert error < 2e-5, f"document of {size} tokens at {start}: {error:.1e} of max |logit|"
+        start += size
+
+
+@pytest.mark.parametrize("symbol", "*AGKS")
+def test_other_documents_change_nothing(symbol):
+    """Every token of the other documents replaced: the same logits bit for bit, also one row beside another."""
+    model = model_of(symbol + "-")
+    params = init(model)
+    ids = jnp.asarray(np.repeat([0, 1, 2], [33, 40, 27]))[None]
+    logits = jax.jit(model.logits)
+    tokens = tokens_of(1, 1, 100)
+    middle = (ids == 1).astype(bool)
+    changed = jnp.where(middle, tokens, (tokens + 17) % BASE.vocab_size)
+    before, after = np.asarray(logits(params, tokens, ids)), np.asarray(logits(params, changed, ids))
+    np.testing.assert_array_equal(before[:, 33:73], after[:, 33:73])
+    assert (before[:, :33] != after[:, :33]).any() and (before[:, 73:] != after[:, 73:]).any()
+
+
+@pytest.mark.parametrize("symbol", "*AGKS")
+def test_causality_by_gradient(symbol):
+    """The gradient of logits up to t with respect to later embeddings is exactly zero, and to earlier ones not."""
+    model = model_of(symbol + "-")
+    params = init(model)
+    T, t = 96, 50
+    # Each position reads its own row of the embedding, so that the embedding's gradient has one row a position.
+    wide = model_of(symbol + "-", vocab_size=T)
+    params = {**params, "embed": {"weight": jax.random.normal(jax.random.key(2), (T, BASE.hidden_size))}}
+    untied = Model(dataclasses.replace(wide.cfg, tie_word_embeddings=False), compute_dtype="float32")
+    params["lm_head"] = {"weight": jax.random.normal(jax.random.key(3), (T, BASE.hidden_size))}
+
+    def f(params):
+        return jnp.sum(untied.logits(params, jnp.arange(T)[None])[0, : t + 1] ** 2)
+
+    rows = np.asarray(jax.jit(jax.grad(f))(params)["embed"]["weight"])
+    assert not rows[t + 1 :].any()
+    assert (np.abs(rows[: t + 1]).max(axis=1) > 0).all()
+
+
+def test_scan_equals_unrolled():
+    """One scan over three periods and a tail against the same sublayers written out."""
+    pattern = "G-" * 3 + "*-"
+    scanned, unrolled = model_of(pattern), model_of(pattern, scan_layers=False)
+    params = init(scanned)
+    flat = {k: v for k, v in params.items() if k not in ("layers", "tail")}
+    flat["tail"] = {}
+    for i, (_, path, index) in enumerate(scanned.sublayers):
+        weights = params[path[0]][path[1]]
+        flat["tail"][str(i)] = jax.tree.map(lambda a, n=index: a if n < 0 else a[n], weights)
+    assert set(params["layers"]) == {"0", "1"} and set(params["tail"]) == {"0", "1"}
+    tokens = tokens_of(0, 2, 40)
+    assert rms_error(unrolled.logits(flat, tokens), scanned.logits(params, tokens)) < 1e-5
+
+
+@pytest.mark.parametrize("remat", ["dots", "names", "full"])
+def test_remat_changes_no_gradient(remat):
+    tokens = tokens_of(0, 1, 40)
+    batch = {
+        "tokens": tokens,
+        "targets": jnp.roll(tokens, -1, 1),
+        "segment_ids": jnp.asarray(np.repeat([0, 1], [25, 15]))[None],
+        "positions": jnp.concatenate([jnp.arange(25), jnp.arange(15)])[None],
+    }
+    plain, again = model_of("*-G-" * 2), model_of("*-G-" * 2, remat=remat)
+    params = init(plain)
+    want, got = (jax.jit(jax.grad(lambda p, m=m: m.loss(p, batch)[0]))(params) for m in (plain, again))
+    errors = jax.tree.leaves(jax.tree.map(rms_error, got, want))
+    assert max(errors) < 1e-5
+    text = str(jax.make_jaxpr(jax.grad(lambda p: again.loss(p, batch)[0]))(params))
+    assert "remat" in text
+
+
+def test_decoding_equals_forward():
+    """A prompt at once, then token by token through the states: the logits of one forward pass."""
+    model = model_of(EVERY_KIND)
+    params = init(model)
+    tokens = tokens_of(0, 2, 80)
+    want = np.asarray(model.logits(params, tokens))
+    states = model.init_state(2, 80)
+    step = jax.jit(model.step)
+    logits, states = step(params, tokens[:, :70], states)
+    assert rms_error(logits, want[:, 69]) < 1e-5
+    for t in range(70, 80):
+        logits, states = step(params, tokens[:, t : t + 1], states)
+        assert rms_error(logits, want[:, t]) < 1e-5, t
+    assert int(states["length"]) == 80
+
+
+def test_decoding_state_is_constant_in_length():
+    model = model_of("G-K-S-")
+    sizes = [jax.tree.map(jnp.shape, model.init_state(1, n)) for n in (10, 10_000)]
+    assert sizes[0] == sizes[1]
+
+
+def test_generate_is_seeded():
+    model = model_of("G-")
+    params = init(model)
+    a, b, c = (generate(model, params, [1, 2, 3], 20, temperature=1.0, seed=s) for s in (0, 0, 1))
+    assert a == b and a != c and len(a) == 20 and all(0 <= t < BASE.vocab_size for t in a)
+    with pytest.raises(ValueError, match="prompt"):
+        generate(model, params, [], 5)
+
+
+def test_micro_batches_add_up():
+    """Gradients of two halves with unlike counts of unmasked targets sum to those of the whole."""
+    model = model_of("*-G-")
+    params = init(model)
+    tokens = tokens_of(0, 2, 40)
+    targets = jnp.roll(tokens, -1, 1).at[0, 7:].set(-1)
+    zeros = jnp.zeros_like(tokens)
+    batch = {"tokens": tokens, "targets": targets, "segment_ids": zeros, "positions": zeros + jnp.arange(40)}
+    grad = jax.jit(jax.grad(lambda p, b, n: model.loss(p, b, n)[0]))
+    count = jnp.float32((targets >= 0).sum())
+    whole = grad(params, batch, None)
+    halves = [grad(params, jax.tree.map(lambda a, i=i: a[i : i + 1], batch), count) for i in range(2)]
+    summed = jax.tree.map(jnp.add, *halves)
+    assert max(jax.tree.leaves(jax.tree.map(rms_error, summed, whole))) < 1e-5
+
+
+def test_first_loss():
+    """ln V + D std^2 / 2: near-zero logits with the spread that N(0, 0.02) weights give (primus recipe)."""
+    model = model_of("G-", vocab_size=4096, hidden_size=256)
+    params = model.init(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 128), 0, 4096)
+    zeros = jnp.zeros_like(tokens)
+    batch = {"tokens": tokens, "targets": jnp.roll(tokens, 1, 0), "segment_ids": zeros, "positions": zeros}
+    loss = float(model.loss(params, batch)[0])
+    assert abs(loss - (math.log(4096) + 256 * 0.02**2 / 2)) < 0.03
+
+
+def test_initial_values():
+    """std 0.02 matrices, ones in norms, U(-1/2, 1/2) convolutions, A in [1, 16], dt in [0.001, 0.1]."""
+    model = model_of("*GKS-")
+    params = model.init(jax.random.key(0))["tail"]
+    gdn, kda, mamba = (params[str(i)]["mixer"] for i in (1, 2, 3))
+    assert abs(float(jnp.std(params["4"]["mlp"]["up_proj"]["weight"])) - 0.02) < 2e-3
+    assert (params["0"]["norm"]["weight"] == 1).all()
+    conv = np.asarray(mamba["conv1d"]["weight"])
+    assert conv.shape == (96, 4) and conv.min() > -0.5 and conv.max() < 0.5 and conv.std() > 0.25
+    for mixer in (gdn, kda, mamba):
+        a, dt = np.exp(np.asarray(mixer["A_log"])), np.log1p(np.exp(np.asarray(mixer["dt_bias"])))
+        assert a.min() >= 1 and a.max() <= 16 and dt.min() > 0.99e-3 and dt.max() < 0.101
+    bound = 16**-0.5
+    assert 0.9 * bound < float(jnp.abs(kda["g_b_proj"]["bias"]).max()) <= bound
+    assert (mamba["D"] == 1).all()
+
+
+def test_output_projections_rescaled():
+    model = model_of("G-" * 8, rescale_out_proj=True, hidden_size=64)
+    layers = model.init(jax.random.key(0))["layers"]
+    want = 0.02 / math.sqrt(2 * 16)
+    for out in (layers["0"]["mixer"]["o_proj"]["weight"], layers["1"]["mlp"]["down_proj"]["weight"]):
+        assert abs(float(jnp.std(out)) / want - 1) < 0.05
+    assert abs(float(jnp.std(layers["1"]["mlp"]["up_proj"]["weight"])) / 0.02 - 1) < 0.05
+
+
+def test_options_change_the_tree():
+    """use_gate, gate_bias, pre_norm, short convolution, tied head: each switch adds or removes its parameters."""
+    full = model_of(EVERY_KIND).abstract_params()["tail"]
+    less = model_of(
+        EVERY_KIND,
+        gdn=dataclasses.replace(BASE.gdn, use_gate=False, use_short_conv=False),
+        kda=dataclasses.replace(BASE.kda, gate_bias=False),
+        mamba2=dataclasses.replace(BASE.mamba2, pre_norm=False),
+        gqa=dataclasses.replace(BASE.gqa, bias=False, qk_norm=False, output_gate=True),
+    )
+    tree = less.abstract_params()["tail"]
+    assert set(full["2"]["mixer"]) - set(tree["2"]["mixer"]) == {"g_proj", "q_conv1d", "k_conv1d", "v_conv1d"}
+    assert "bias" in full["4"]["mixer"]["g_b_proj"] and "bias" not in tree["4"]["mixer"]["g_b_proj"]
+    assert "norm" in full["6"] and "norm" not in tree["6"]
+    assert tree["8"]["mixer"]["q_proj"]["weight"].shape[1] == 2 * full["8"]["mixer"]["q_proj"]["weight"].shape[1]
+    # Each variant runs.
+    assert np.isfinite(np.asarray(less.logits(init(less), tokens_of(0, 1, 9)))).all()
+
+
+def test_lower_bound_and_negative_eigenvalues():
+    """The bounded KDA gate is bound * sigmoid(exp(A_log) (f + dt_bias)); doubled beta changes the result."""
+    bounded = dataclasses.replace(BASE.kda, lower_bound=-5.0)
+    layer = KDA(bounded, 32, 1e-6, std=0.02, out_std=0.02, rngs=nnx.Rngs(0))
+    f = np.linspace(-30, 30, 16)
+    g = np.asarray(layer.log_decay(jnp.float32(f)[None, None]))[0, 0]
+    rate, bias = np.exp(np.asarray(layer.A_log[...], np.float64)), np.asarray(layer.dt_bias[...], np.float64)
+    want = -5 / (1 + np.exp(-rate[:, None] * (f + bias).reshape(2, 8)))
+    assert g.min() >= -5 and g.max() <= 0
+    np.testing.assert_allclose(g, want, rtol=1e-5, atol=1e-9)
+    model, doubled = (
+        model_of("K", kda=dataclasses.replace(bounded, allow_neg_eigval=twice)) for twice in (False, True)
+    )
+    params, tokens = init(model), tokens_of(0, 1, 20)
+    assert rms_error(doubled.logits(params, tokens), model.logits(params, tokens)) > 1e-3

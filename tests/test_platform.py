@@ -1,0 +1,142 @@
+"""The environment before jax: which platform, what is set, that the user wins, XLA takes the flags."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hybrid_jax import platform
+from hybrid_jax.errors import UserError
+
+
+def test_every_setting_has_a_reason_and_a_known_platform():
+    for setting in platform.SETTINGS:
+        assert len(setting.reason) > 10, setting.name
+        assert setting.platform in ("cpu", "cuda", "rocm"), setting.name
+    names = [(s.platform, s.name, s.architectures) for s in platform.SETTINGS]
+    assert len(set(names)) == len(names)
+
+
+def test_the_users_flags_and_variables_win():
+    user = {
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_dump_to=/tmp/x",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".5",
+    }
+    new = platform.environment("rocm", user)
+    flags = new["XLA_FLAGS"].split()
+    assert [flag for flag in flags if "autotune_level" in flag] == ["--xla_gpu_autotune_level=0"]
+    assert "--xla_dump_to=/tmp/x" in flags
+    assert "--xla_gpu_enable_command_buffer=" in flags  # HIP graphs stay off
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in new
+
+
+def test_a_file_of_flags_is_left_alone():
+    assert "XLA_FLAGS" not in platform.environment("rocm", {"XLA_FLAGS": "/etc/xla_flags"})
+
+
+def test_the_cpu_is_left_as_it_is():
+    assert platform.environment("cpu", {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}) == {}
+
+
+def test_settings_by_architecture():
+    assert platform.environment("rocm", {}, "gfx942")["HSA_NO_SCRATCH_RECLAIM"] == "1"
+    assert "RCCL_WARP_SPEED_AUTO" not in platform.environment("rocm", {}, "gfx942")
+    assert platform.environment("rocm", {}, "gfx950")["RCCL_WARP_SPEED_AUTO"] == "0"
+    assert "RCCL_WARP_SPEED_AUTO" not in platform.environment("cuda", {}, "gfx950")
+
+
+@pytest.mark.parametrize("name", ["rocm", "cuda"])
+def test_xla_accepts_the_flags(name):
+    """An unknown flag aborts the process, on any platform."""
+    env = {**os.environ, **platform.environment(name, {}), "JAX_PLATFORMS": "cpu"}
+    code = "import jax; print(int(jax.jit(lambda x: x + 1)(41)))"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "42\n", done.stderr
+    bad = {**env, "XLA_FLAGS": env["XLA_FLAGS"] + " --xla_gpu_no_such_flag=1"}
+    if name == "cuda":  # the check above can fail
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=bad, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "plugins", "hardware", "expected"),
+    [
+        ("auto", [], [], "cpu"),
+        ("auto", ["rocm"], ["rocm"], "rocm"),
+        ("auto", ["cuda"], ["cuda"], "cuda"),
+        ("auto", ["rocm"], [], "cpu"),
+        ("auto", [], ["rocm"], "cpu"),
+        ("auto", ["rocm", "cuda"], ["cuda"], "cuda"),
+        ("gpu", ["cuda"], ["cuda"], "cuda"),
+        ("gpu", ["rocm", "cuda"], ["cuda"], "cuda"),
+        ("rocm", ["rocm"], [], "rocm"),
+        ("cuda,cpu", ["cuda"], ["cuda"], "cuda"),
+        ("cpu", ["rocm"], ["rocm"], "cpu"),
+    ],
+)
+def test_the_platform_of_a_request(request_, plugins, hardware, expected):
+    assert platform.choose(request_, plugins, hardware) == expected
+
+
+@pytest.mark.parametrize(
+    ("request_", "plugins", "words"),
+    [
+        ("rocm", [], "--platform: rocm asked for, but the installed jax is without a plugin for it; install"),
+        ("cuda", ["rocm"], "install hybrid_jax[cuda]"),
+        ("gpu", [], "install hybrid_jax[rocm] or hybrid_jax[cuda]"),
+        ("tpu", [], "--platform: 'tpu' is not one of auto, cpu, gpu, cuda, rocm"),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_cannot_be_used_is_an_error(request_, plugins, words):
+    with pytest.raises(UserError) as error:
+        platform.choose(request_, plugins, ["rocm", "cuda"])
+    assert words in str(error.value)
+
+
+def test_a_gpu_beside_a_cpu_only_jax_is_told():
+    assert "install hybrid_jax[rocm]" in platform.unused_gpu("cpu", [], ["rocm"])
+    assert platform.unused_gpu("cpu", ["rocm"], ["rocm"]) == ""
+    assert platform.unused_gpu("rocm", ["rocm"], ["rocm"]) == ""
+    assert platform.unused_gpu("cpu", [], []) == ""
+
+
+def test_the_backend_must_be_the_one_asked_for():
+    platform.check_backend("cpu")
+    with pytest.raises(UserError, match="--platform: rocm asked for, but jax sees only cpu devices"):
+        platform.check_backend("rocm")
+
+
+def test_the_amd_architecture_is_read_from_the_driver(tmp_path):
+    for node, version in [("0", 0), ("1", 90402), ("2", 90402)]:
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "properties").write_text(f"cpu_cores_count 0\ngfx_target_version {version}\n")
+    assert platform.amd_architecture(tmp_path) == "gfx942"
+    (tmp_path / "1" / "properties").write_text("gfx_target_version 90010\n")
+    assert platform.amd_architecture(tmp_path) == "gfx90a"
+    (tmp_path / "1" / "properties").write_text("gfx_target_version 90500\n")
+    assert platform.amd_architecture(tmp_path) == "gfx950"
+    assert platform.amd_architecture(tmp_path / "none") == ""
+
+
+def test_prepare_sets_the_environment_and_jax_platforms(monkeypatch):
+    monkeypatch.setattr(platform, "installed_plugins", lambda: {"rocm"})
+    monkeypatch.setattr(platform, "visible_hardware", lambda: {"rocm"})
+    monkeypatch.setattr(platform, "amd_architecture", lambda: "gfx950")
+    before = dict(os.environ)
+    try:
+        for name in ("XLA_FLAGS", "JAX_PLATFORMS", "RCCL_WARP_SPEED_AUTO"):
+            os.environ.pop(name, None)
+        assert platform.prepare("") == "rocm"
+        assert "JAX_PLATFORMS" not in os.environ  # jax chooses, as it would without us
+        assert os.environ["RCCL_WARP_SPEED_AUTO"] == "0"
+        assert "--xla_gpu_enable_command_buffer=" in os.environ["XLA_FLAGS"]
+        assert platform.prepare("gpu") == "rocm"
+        assert os.environ["JAX_PLATFORMS"] == "rocm"
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        assert platform.prepare("") == "cpu"
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,393 @@
+"""The training run: accumulation, skipped updates, resuming, signals, and what lies in its folder
+afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hybrid_jax import checkpoint, data, feed, metrics, sharding, step, train
+from hybrid_jax.config import MeshConfig
+from hybrid_jax.errors import UserError
+from tests.tiny import tiny_config
+
+ROOT = Path(__file__).parents[1]
+
+
+def lines_of(workdir):
+    return metrics.read_jsonl(Path(workdir) / "metrics.jsonl")
+
+
+def final_state(cfg):
+    """(the newest checkpoint's state, its step)."""
+    programs = step.Programs(cfg, sharding.make_mesh(cfg.mesh))
+    with checkpoint.Checkpoints(Path(cfg.workdir) / "checkpoints", 9, {"pattern": ""}, print) as checkpoints:
+        state, number, _ = checkpoints.restore(programs.state)
+    return jax.device_get(state), number
+
+
+def rms_error(a, b):
+    a, b = (np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(t)]) for t in (a, b))
+    return np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2))
+
+
+# ---- the step ----
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+def uneven_batch(cfg, shape):
+    """Rows with very different numbers of unmasked targets, [A, B, T]."""
+    rng = np.random.default_rng(1)
+    rows, length = cfg.train.global_batch_size, cfg.train.sequence_length
+    tokens = rng.integers(0, cfg.model.vocab_size, (rows, length))
+    targets = np.where(np.arange(length) < 4 ** (np.arange(rows) % 3)[:, None], np.roll(tokens, -1, 1), -1)
+    targets[-1] = -1  # and one row without any
+    arrays = {
+        "tokens": tokens,
+        "targets": targets,
+        "segment_ids": np.ones_like(tokens),
+        "positions": np.broadcast_to(np.arange(length), tokens.shape),
+    }
+    return {name: jnp.asarray(a.reshape(shape), jnp.int32) for name, a in arrays.items()}
+
+
+def test_accumulated_gradients_equal_one_large_batch_with_uneven_counts(mesh):
+    results = []
+    for micro in (0, 2):
+        cfg = tiny_config("x", train__micro_batch_size=micro)
+        programs = step.Programs(cfg, mesh)
+        shape = step.batch_shape(cfg, mesh)
+        assert shape == ((1, 8, 32) if micro == 0 else (4, 2, 32))
+        with jax.set_mesh(mesh):
+            params = programs.model.init(jax.random.key(0))
+            results.append(jax.jit(programs.gradients)(params, uneven_batch(cfg, shape)))
+    (whole, grads), (parts, summed) = results
+    counts = [int(c) for c in np.sum(np.asarray(uneven_batch(cfg, shape)["targets"]) >= 0, axis=(1, 2))]
+    assert len(set(counts)) > 2  # else a mean of means would pass
+    assert float(whole["count"]) == float(parts["count"]) == sum(counts)
+    assert float(parts["loss"]) == pytest.approx(float(whole["loss"]), rel=1e-6)
+    error = rms_error(summed, grads)
+    assert error < 1e-6, error
+    for path, leaf in checkpoint.leaf_paths(grads):
+        assert leaf.dtype == jnp.float32, path
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_says_where(mesh):
+    programs = step.Programs(tiny_config("x"), mesh)
+    batch = uneven_batch(programs.cfg, (1, 8, 32))
+    compiled, stop = programs.compile_step(), programs.stop_flags(0)
+    with jax.set_mesh(mesh):
+        state = programs.init(0)
+        for _ in range(2):  # the first update has learning rate 0
+            state, numbers = compiled(state, batch, stop)
+        assert np.all(numbers["finite"]) and int(numbers["skipped"]) == 0
+        good = jax.device_get(state)
+        weight = state["params"]["layers"]["2"]["mlp"]["gate_proj"]["weight"]
+        state["params"]["layers"]["2"]["mlp"]["gate_proj"]["weight"] = weight.at[0, 0, 0].set(jnp.nan)
+        poisoned = jax.device_get(state)
+        for count in (1, 2):
+            state, numbers = compiled(state, batch, stop)
+            assert not np.isfinite(numbers["loss"])
+            assert int(numbers["bad_steps"]) == int(state["bad_steps"]) == count
+        after = jax.device_get(state)
+        for name in ("params", "opt_state"):
+            for got, want in zip(jax.tree.leaves(after[name]), jax.tree.leaves(poisoned[name]), strict=True):
+                np.testing.assert_array_equal(got, want)
+        assert int(after["step"]) == 4 and int(after["skipped"]) == 2
+        finite, _ = programs.inspect(state["params"])
+        assert [programs.describe_group(int(i)) for i in np.flatnonzero(~finite)] == [
+            "layers.2.mlp.gate_proj.weight[0] (sublayer 2, '-')"
+        ]
+        # Back to what was good: training goes on, the count in a row starts again.
+        state["params"] = jax.device_put(
+            good["params"], jax.tree.map(lambda x: x.sharding, programs.state["params"])
+        )
+        state, numbers = compiled(state, batch, stop)
+        assert int(numbers["bad_steps"]) == 0 and int(numbers["skipped"]) == 2
+        assert int(state["opt_state"]["count"]) == 3  # skipped updates do not advance the schedule
+        assert not np.array_equal(state["params"]["norm"]["weight"], good["params"]["norm"]["weight"])
+
+
+def test_backward_order_puts_the_deepest_sublayer_first(mesh):
+    programs = step.Programs(tiny_config("x", model__pattern="GA-GA-G"), mesh)
+    ordered = [programs.describe_group(i) for i in programs.backward_order(range(len(programs.groups)))]
+    assert ordered[0].startswith("norm.weight")
+    assert ordered[-1] == "embed.weight"
+    numbers = [int(text.split("sublayer ")[1].split(",")[0]) for text in ordered if "sublayer" in text]
+    assert numbers == sorted(numbers, reverse=True) and set(numbers) == set(range(7))
+    assert "tail.0" in ordered[1] and "layers.2" in next(t for t in ordered if "sublayer 5" in t)
+
+
+# ---- data ----
+
+
+def test_rows_of_a_step_do_not_depend_on_accumulation(mesh):
+    seen = []
+    for micro in (0, 2):
+        cfg = tiny_config("x", train__micro_batch_size=micro)
+        dataset = data.open(cfg.data, sequence_length=32, vocab_size=64, seed=3)
+        placement = feed.Placement(step.batch_shape(cfg, mesh), sharding.batch_sharding(mesh))
+        batch = placement.place(dataset.batch(5, placement.rows, placement.global_batch_size))
+        seen.append(np.asarray(batch["tokens"]).reshape(8, 32))
+    np.testing.assert_array_equal(*seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tokens", 64), ("tokens", -1), ("targets", 64), ("targets", -2)]
+)
+def test_an_id_outside_the_vocabulary_stops_the_run(name, value):
+    class Wrong:
+        def batch(self, step, rows, global_batch_size):
+            arrays = {"tokens": np.zeros((2, 4), np.int32), "targets": np.full((2, 4), -1, np.int32)}
+            arrays[name][1, 2] = value
+            return arrays
+
+    with pytest.raises(UserError, match=f"config.model.vocab_size: step 7 has the id {value} in its {name}"):
+        feed.Checked(Wrong(), 64).batch(7, [0, 1], 2)
+
+
+# ---- whole runs ----
+
+
+def test_forty_steps_equal_a_stopped_and_resumed_run_bit_for_bit(tmp_path, monkeypatch, capsys):
+    straight = tiny_config(tmp_path / "straight", train__steps=40)
+    train.run(straight)
+    expected = lines_of(straight.workdir)
+    assert [line["step"] for line in expected] == list(range(1, 41))
+
+    cut = tiny_config(tmp_path / "cut", train__steps=40)
+    write = metrics.JsonlWriter.write
+
+    def write_and_stop(self, number, values):
+        write(self, number, values)
+        if number == 19:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.JsonlWriter, "write", write_and_stop)
+        with pytest.raises(SystemExit) as stopped:
+            train.run(cut)
+    assert stopped.value.code == 143
+    number = final_state(cut)[1]
+    assert number == 20  # step 20 was under way when the signal came: it is finished, and the last one
+    assert (
+        "stopped after step 20 of 40; checkpoint 20 is whole; run the same command" in capsys.readouterr().out
+    )
+    assert (tmp_path / "cut" / "loss.png").exists()
+    assert len(lines_of(cut.workdir)) == 20
+    with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:  # as if it had run on before it was killed
+        file.write(json.dumps({"step": 21, "loss": 0.0}) + "\n")
+
+    train.run(cut)
+    assert "restored checkpoint 20" in capsys.readouterr().out
+    got = lines_of(cut.workdir)
+    timing = ("tokens_per_second", "tflops_per_second")
+    for line in (*got, *expected):
+        for name in timing:
+            assert line.pop(name) > 0
+    assert got == expected
+    assert len({line["loss"] for line in got}) == 40 and got[-1]["loss"] < got[0]["loss"]
+    (a, last_a), (b, last_b) = final_state(cut), final_state(straight)
+    assert last_a == last_b == 40
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+    # Done already: said, and nothing is trained or written twice.
+    train.run(cut)
+    assert "step 40 of 40 is done already" in capsys.readouterr().out
+    assert [line["step"] for line in lines_of(cut.workdir)] == list(range(1, 41))
+
+    with pytest.raises(UserError, match=r"params\.embed\.weight is float32\[64, 16\] but this config needs"):
+        train.run(tiny_config(tmp_path / "cut", train__steps=41, model__vocab_size=66))
+
+
+def test_a_run_on_text_leaves_everything_in_its_folder(tmp_path, capsys):
+    cfg = tiny_config(
+        tmp_path / "run", model__pattern="A-", model__vocab_size=257, data__source="files", data__path=str(ROOT / "hybrid_jax"),
+        data__validation_fraction=0.2, eval__batches=2, eval__every_steps=2, eval__ngram_order=2, eval__sample_tokens=5,
+        eval__sample_prompt="import ", train__profile_steps="2:3", log__every_steps=3, checkpoint__every_steps=2,
+    )  # fmt: skip
+    train.run(cfg)
+    out = capsys.readouterr().out
+    folder = tmp_path / "run"
+    lines = {line["step"]: line for line in lines_of(folder)}
+    assert sorted(lines) == [1, 2, 3, 4]  # the first, each third, each with a validation, the last
+    for line in lines.values():
+        assert {"loss", "grad_norm", "learning_rate", "tokens_per_second"} <= set(line)
+    assert lines[1]["learning_rate"] == 0.0 and lines[2]["learning_rate"] == pytest.approx(5e-3)
+    assert lines[4]["tokens"] == 4 * 8 * 32
+    assert 4 < lines[2]["validation_loss"] < 7 and "validation_loss" not in lines[3]
+    assert lines[4]["validation_loss_per_byte"] == pytest.approx(
+        lines[4]["validation_loss"]
+    )  # a byte a token
+    assert 1 < lines[4]["ngram_loss"] < 4 and "ngram_loss" not in lines[2]
+    assert (folder / "sample.txt").read_text().startswith("import ")
+    assert (folder / "sample.txt").read_text().strip() in out
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "profile").rglob("*.xplane.pb"))
+    assert json.loads((folder / "config.json").read_text())["model"]["pattern"] == "A-"
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir() if p.name.isdigit()) == ["2", "4"]
+    for word in ("devices", "stack", "parameters", "compiling the training step", "2-gram model", "left"):
+        assert word in out
+    assert (folder / "train.log").read_text() == out
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_too_many_bad_steps_end_the_run_and_name_the_parameter_group(tmp_path, monkeypatch, capsys):
+    cfg = tiny_config(
+        tmp_path / "run",
+        model__pattern="A-",
+        train__max_bad_steps=3,
+        checkpoint__every_steps=1,
+        train__steps=9,
+    )
+    init = step.Programs.init
+
+    def poisoned(self, seed):
+        state = init(self, seed)
+        weight = state["params"]["layers"]["0"]["mixer"]["o_proj"]["weight"]
+        state["params"]["layers"]["0"]["mixer"]["o_proj"]["weight"] = weight * jnp.nan
+        return jax.device_put(state, jax.tree.map(lambda x: x.sharding, self.state))
+
+    monkeypatch.setattr(step.Programs, "init", poisoned)
+    with pytest.raises(UserError) as caught:
+        train.run(cfg)
+    text = str(caught.value)
+    assert "config.train.max_bad_steps: 3 steps in a row were not finite" in text
+    assert "the parameters of layers.0.mixer.o_proj.weight[0] (sublayer 0, 'A') are not finite" in text
+    assert "no checkpoint was written" in text and "\n" not in text
+    lines = lines_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[2]["loss"] is None and lines[2]["skipped"] == 3
+    assert not [p for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()]
+    assert "step 1: the loss and the gradient of" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"config\.workdir: cannot write to"):
+        train.run(tiny_config(tmp_path / "file" / "run"))
+
+
+# ---- signals and processes ----
+
+_HOLD = """
+import sys, time
+from hybrid_jax.signals import StopRequest
+with StopRequest() as stop:
+    print("ready", flush=True)
+    while not stop.signal: time.sleep(0.01)
+    print("stopping", flush=True)
+    time.sleep(60 if "wait" in sys.argv else 0)
+sys.exit(stop.exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"), [((signal.SIGINT,), 130), ((signal.SIGTERM,), 143), ((signal.SIGINT,) * 2, 130)]
+)
+def test_first_signal_asks_and_second_ctrl_c_aborts(signals, code):
+    arguments = [sys.executable, "-c", _HOLD] + ["wait"] * (len(signals) > 1)
+    with subprocess.Popen(
+        arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signals[0])
+        assert process.stdout.readline() == "stopping\n"
+        for number in signals[1:]:
+            process.send_signal(number)
+        assert process.wait(20) == code
+        said = process.stderr.read()
+    assert ("aborted" in said) == (len(signals) > 1)
+    assert "stopping after this step" in said
+
+
+_PROCESS = """ import sys, time from pathlib import Path from tests.tiny import tiny_config from hybrid_jax
+import metrics, train folder, stop_at = sys.argv[1], int(sys.argv[2]) write = metrics.JsonlWriter.write def
+slowly(self, step, values):  # so that the test can send its signal in the middle write(self, step, values) if
+step > stop_at: time.sleep(0.5) metrics.JsonlWriter.write = slowly train.run(tiny_config(folder,
+train__steps=20, model__pattern="A-", eval__batches=1, eval__sample_tokens=3, eval__sample_prompt="1 2"))
+"""
+
+
+def _start(folder, index, port, stop_at):
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": str(index),
+        "XLA_FLAGS": "",
+    }
+    arguments = [sys.executable, "-c", _PROCESS, str(folder), str(stop_at)]
+    return subprocess.Popen(
+        arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def _free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_processes_equal_one_stop_together_and_resume_as_one(tmp_path):
+    one = tiny_config(
+        tmp_path / "one",
+        train__steps=20,
+        model__pattern="A-",
+        eval__batches=1,
+        eval__sample_tokens=3,
+        eval__sample_prompt="1 2",
+    )
+    train.run(one)
+    port = _free_port()
+    processes = [_start(tmp_path / "two", index, port, 5) for index in range(2)]
+    try:
+        deadline = time.monotonic() + 240
+        while len(lines_of(tmp_path / "two")) < 6:
+            assert time.monotonic() < deadline and all(p.poll() is None for p in processes), processes
+            time.sleep(0.05)
+        processes[1].send_signal(signal.SIGTERM)  # only one of them hears of it
+        out = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [143, 143], out
+    assert "stopped after step" in out[0] and "step  1/20" in out[0]
+    assert "step  1/20" not in out[1]  # process 0 prints
+    half = lines_of(tmp_path / "two")
+    assert 6 <= len(half) < 20
+    two = tiny_config(
+        tmp_path / "two",
+        train__steps=20,
+        model__pattern="A-",
+        eval__batches=1,
+        eval__sample_tokens=3,
+        eval__sample_prompt="1 2",
+    )
+    assert final_state(two)[1] == len(half)
+    train.run(two)  # written by two processes, read by one
+    expected, got = lines_of(one.workdir), lines_of(two.workdir)
+    assert [line["step"] for line in got] == [line["step"] for line in expected]
+    for name in ("loss", "grad_norm", "learning_rate"):
+        np.testing.assert_allclose(
+            [x[name] for x in got], [x[name] for x in expected], rtol=1e-5, err_msg=name
+        )
+    assert got[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=1e-5)
+    assert (tmp_path / "one" / "sample.txt").read_text() == (tmp_path / "two" / "sample.txt").read_text()

@@ -1,0 +1,30 @@
+"""The small config that the tests of training share: one recurrent and one attention sublayer, synthetic
+data."""
+
+from pathlib import Path
+from typing import Any
+
+from hybrid_jax import config as config_lib
+
+
+def tiny_config(workdir: Path | str, **overrides: Any) -> config_lib.Config:
+    """A resolved config; overrides are dotted keys with "__" for the dot, such as train__steps=3."""
+    config = config_lib.default_config()
+    config.workdir = str(workdir)
+    config.model.update(pattern="GA-", vocab_size=64, hidden_size=16, intermediate_size=32)
+    config.model.gdn.update(num_heads=1, num_v_heads=2, head_dim=8)
+    config.model.gqa.update(num_heads=2, num_kv_heads=1, head_dim=8)
+    config.train.update(steps=4, global_batch_size=8, sequence_length=32, compute_dtype="float32", seed=3)
+    config.optimizer.update(
+        learning_rate=1e-2, min_learning_rate=1e-3, warmup_steps=2, decay_steps=40, weight_decay=0.1
+    )
+    config.data.source = "synthetic"
+    config.eval.update(batches=0, sample_tokens=0)
+    config.checkpoint.update(every_steps=100, keep=2)
+    for name, value in overrides.items():
+        section = config
+        *parents, last = name.split("__")
+        for parent in parents:
+            section = section[parent]
+        section[last] = value
+    return config_lib.resolve(config)

@@ -17,7 +17,7 @@ ARGS   ?=
 
 CONSTRAINTS ?=
 # The GPU tests run on the vendor whose driver is here.
-GPU ?= $(if $(wildcard /dev/kfd),rocm,cuda)
+GPU ?= $(if $(wildcard /dev/kfd),rocm,$(if $(wildcard /dev/nvidiactl),cuda,none))
 
 ifeq ($(SETUP),no)
 RUN := $(firstword $(filter-out python3.%,$(PYTHON)) $(PYTHON))
@@ -101,6 +101,9 @@ $(VENV)/.base: pyproject.toml $(wildcard constraints/*.txt) $(REBUILD)
 	    echo "error: $$python cannot make an environment (on Debian: apt install python3-venv)" >&2; exit 1; }; \
 	fi
 	$(call install,.)
+
+$(VENV)/.none:
+	@echo "error: this machine has neither an AMD nor an NVIDIA GPU driver" >&2; exit 2
 
 $(VENV)/.%: $(VENV)/.base
 	$(call install,.[$*])

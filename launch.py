@@ -55,9 +55,7 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_string(
         "coordinator_address", "", "HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS)", flag_values=values
     )
-    flags.DEFINE_integer(
-        "num_processes", 0, "processes of the run (or JAX_NUM_PROCESSES)", flag_values=values
-    )
+    flags.DEFINE_integer("num_processes", 0, "processes of the run (or JAX_NUM_PROCESSES)", flag_values=values)
     flags.DEFINE_integer("process_id", -1, "this process's number (or JAX_PROCESS_ID)", flag_values=values)
     flags.DEFINE_bool("help", False, "this text", short_name="h", flag_values=values)
     return values
@@ -82,13 +80,9 @@ def parse(arguments: list[str]) -> Options:
     try:
         left_over = values(["launch.py", *plain])[1:]
     except flags.UnrecognizedFlagError as error:
-        raise UserError(
-            f"--{error.flagname}: unknown flag{_similar_flag(error.flagname, list(values))}"
-        ) from None
+        raise UserError(f"--{error.flagname}: unknown flag{_similar_flag(error.flagname, list(values))}") from None
     except flags.Error as error:
-        text = re.sub(
-            r"flag (--\w+)=(.*): invalid literal.*", r"\1: expected a whole number, got '\2'", str(error)
-        )
+        text = re.sub(r"flag (--\w+)=(.*): invalid literal.*", r"\1: expected a whole number, got '\2'", str(error))
         raise UserError(text) from None
     if left_over:
         raise UserError(f"{left_over[0]!r}: not a flag; config keys are set as --config.KEY=VALUE")
@@ -129,9 +123,7 @@ def run(arguments: list[str]) -> int:
         _show(help_text())
         return 0
     if not values.config:
-        raise UserError(
-            "--config: missing; give a config file, as in --config=configs/tiny_hybrid.py (see --help)"
-        )
+        raise UserError("--config: missing; give a config file, as in --config=configs/tiny_hybrid.py (see --help)")
     config = config_file.load(values.config, options.overrides)
     if values.dry_run == "report":
         from hybrid_jax import report

@@ -12,7 +12,7 @@ import ml_collections
 from hybrid_jax import recipes
 from hybrid_jax.config import default_config
 
-STEPS = 600
+STEPS = 320
 
 
 def get_config(variant: str = "") -> ml_collections.ConfigDict:
@@ -34,9 +34,9 @@ def get_config(variant: str = "") -> ml_collections.ConfigDict:
     config.model.mamba2.update(state_size=16, head_dim=32, n_groups=2, expand=1)
     config.train.update(steps=STEPS, global_batch_size=8, sequence_length=256, compute_dtype="float32")
     config.optimizer.update(
-        learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=30, decay_steps=STEPS, weight_decay=0.1
+        learning_rate=4e-3, min_learning_rate=3e-4, warmup_steps=20, decay_steps=STEPS, weight_decay=0.1
     )
     config.data.update(source="python", tokenizer="bytes")
-    config.eval.update(every_steps=200, batches=8, ngram_order=3, sample_tokens=256, sample_prompt="def ")
-    config.checkpoint.update(every_steps=100, keep=2)
+    config.eval.update(every_steps=100, batches=8, ngram_order=3, sample_tokens=256, sample_prompt="def ")
+    config.checkpoint.update(every_steps=50, keep=2)
     return recipes.finish(config, variant)

@@ -100,9 +100,7 @@ class Checkpoints:
         training = ocp.training
         self._orbax = training.Checkpointer(
             self.folder,
-            save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(
-                1
-            ),  # the caller decides when
+            save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),  # the caller decides when
             preservation_policy=training.preservation_policies.LatestN(max(keep, 1)),
             cleanup_tmp_directories=True,
         )
@@ -121,9 +119,7 @@ class Checkpoints:
         """Starts writing; returns when `state` has been copied, so that it may be donated. Replaces
         nothing."""
         if step not in self.steps():
-            self._orbax.save_async(
-                step, state, force=True, checkpointable_name=_STATE, custom_metadata=self.meta
-            )
+            self._orbax.save_async(step, state, force=True, checkpointable_name=_STATE, custom_metadata=self.meta)
 
     def wait(self) -> None:
         """Until what was started has been written. Raises if writing failed."""

@@ -42,11 +42,7 @@ def load_run(folder: Path) -> list[dict[str, Any]]:
 
 def loss_at(lines: Sequence[dict[str, Any]], step: int) -> float | None:
     """The finite loss logged nearest to `step`, within 1% of it (or one step); None where there is none."""
-    near = [
-        line
-        for line in lines
-        if abs(line["step"] - step) <= max(1, step // 100) and line.get("loss") is not None
-    ]
+    near = [line for line in lines if abs(line["step"] - step) <= max(1, step // 100) and line.get("loss") is not None]
     return min(near, key=lambda line: abs(line["step"] - step))["loss"] if near else None
 
 
@@ -69,9 +65,7 @@ def table(lines: Sequence[dict[str, Any]], milestones: dict[str, Any], tokens_pe
     last = lines[-1]["step"]
     text = [milestones["title"], "", *aligned(rows), ""]
     text += [f"{source}: {origin}" for source, origin in milestones["sources"].items()]
-    text.append(
-        f"This run is at step {last:,} of {milestones['steps']:,}; - where it has no loss near the step."
-    )
+    text.append(f"This run is at step {last:,} of {milestones['steps']:,}; - where it has no loss near the step.")
     if tokens_per_step and tokens_per_step != milestones["tokens_per_step"]:
         text.append(
             f"Its step has {tokens_per_step:,} tokens, the published one {milestones['tokens_per_step']:,}: "
@@ -94,9 +88,7 @@ def _speed(lines: Sequence[dict[str, Any]], milestones: dict[str, Any]) -> list[
 def _zero_shot(milestones: dict[str, Any]) -> list[str]:
     rows = [("zero-shot, published", "acc", "acc_norm")]
     for task, scores in milestones["zero_shot"].items():
-        rows.append(
-            (task, f"{scores['acc']:.4f}", f"{scores['acc_norm']:.4f}" if "acc_norm" in scores else "")
-        )
+        rows.append((task, f"{scores['acc']:.4f}", f"{scores['acc_norm']:.4f}" if "acc_norm" in scores else ""))
     return ["", *aligned(rows)]
 
 

@@ -117,9 +117,7 @@ class _HasNormEps(typing.Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    pattern: str = key(
-        "", "the stack, one symbol a sublayer: * MLA, M mixer, - MLP, G GDN, K KDA, S Mamba2, A GQA"
-    )
+    pattern: str = key("", "the stack, one symbol a sublayer: * MLA, M mixer, - MLP, G GDN, K KDA, S Mamba2, A GQA")
     num_layers: int = key(0, "without a pattern: sublayers, mixers and MLPs alternating")
     attention_ratio: float = key(0.0, "without a pattern: share of the mixers that are MLA")
     mixer: str = key("gdn", "what M stands for", tuple(pattern_lib.MIXERS))
@@ -156,9 +154,7 @@ class ModelConfig:
 class TrainConfig:
     steps: int = key(1000, "optimizer steps")
     global_batch_size: int = key(8, "rows per step over all devices")
-    micro_batch_size: int = key(
-        0, "rows per device per accumulation step (0 = the device's whole share at once)"
-    )
+    micro_batch_size: int = key(0, "rows per device per accumulation step (0 = the device's whole share at once)")
     sequence_length: int = key(2048, "tokens per row")
     seed: int = key(42, "of the initial weights and the data order")
     compute_dtype: str = key("bfloat16", "of activations and matmuls", ("bfloat16", "float32"))

@@ -45,9 +45,7 @@ def _check_mla(model: ModelConfig, symbol: str) -> None:
     _positive(where, mla, "num_heads", "kv_lora_rank", "v_head_dim")
     _not_negative(where, mla, "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "norm_eps")
     if mla.qk_nope_head_dim + mla.qk_rope_head_dim == 0:
-        raise UserError(
-            f"{where}.qk_nope_head_dim: 0 like qk_rope_head_dim, so keys are empty; make either positive"
-        )
+        raise UserError(f"{where}.qk_nope_head_dim: 0 like qk_rope_head_dim, so keys are empty; make either positive")
     if mla.qk_rope_head_dim:
         _check_rope(f"{where}.rope", mla.rope, mla.qk_rope_head_dim, f"{where}.qk_rope_head_dim")
 
@@ -65,9 +63,7 @@ def _check_rope(where: str, rope: RopeConfig, head_dim: int, head_key: str) -> N
         return
     _positive(where, rope, "theta", "rotary_fraction")
     if rope.rotary_fraction > 1.0:
-        raise UserError(
-            f"{where}.rotary_fraction: {rope.rotary_fraction} is more than the whole head; use at most 1.0"
-        )
+        raise UserError(f"{where}.rotary_fraction: {rope.rotary_fraction} is more than the whole head; use at most 1.0")
     rotated = head_dim * rope.rotary_fraction
     if rotated != int(rotated) or int(rotated) % 2:
         raise UserError(
@@ -75,15 +71,12 @@ def _check_rope(where: str, rope: RopeConfig, head_dim: int, head_key: str) -> N
             f"{rope.rotary_fraction} = {rotated:g} dims; make it even, or set rope.style to none"
         )
     if rope.yarn_factor < 1.0:
-        raise UserError(
-            f"{where}.yarn_factor: {rope.yarn_factor} would shorten the context; use 1.0 (off) or more"
-        )
+        raise UserError(f"{where}.yarn_factor: {rope.yarn_factor} would shorten the context; use 1.0 (off) or more")
     if rope.yarn_factor > 1.0:
         _positive(where, rope, "yarn_original_max_position", "yarn_beta_fast", "yarn_beta_slow")
         if rope.yarn_beta_fast <= rope.yarn_beta_slow:
             raise UserError(
-                f"{where}.yarn_beta_fast: {rope.yarn_beta_fast} must exceed "
-                f"yarn_beta_slow {rope.yarn_beta_slow}"
+                f"{where}.yarn_beta_fast: {rope.yarn_beta_fast} must exceed yarn_beta_slow {rope.yarn_beta_slow}"
             )
 
 
@@ -96,9 +89,7 @@ def _check_delta(model: ModelConfig, symbol: str) -> None:
     _divides(f"{where}.num_v_heads", section.num_v_heads, "num_heads", section.num_heads)
     _whole(f"{where}.expand_v", "head_dim", section.head_dim, "expand_v", section.expand_v)
     if symbol == "K" and section.lower_bound and not -5.0 <= section.lower_bound < 0.0:
-        raise UserError(
-            f"{where}.lower_bound: {section.lower_bound} is not in [-5, 0); use 0 for the softplus gate"
-        )
+        raise UserError(f"{where}.lower_bound: {section.lower_bound} is not in [-5, 0); use 0 for the softplus gate")
 
 
 def _check_mamba2(model: ModelConfig) -> None:
@@ -127,9 +118,7 @@ def _check_train(config: Config) -> None:
     if train.profile_steps:
         match = re.fullmatch(r"(\d+):(\d+)", train.profile_steps)
         if not match or int(match[1]) >= int(match[2]):
-            raise UserError(
-                f"config.train.profile_steps: {train.profile_steps!r} is not first:last, such as 10:13"
-            )
+            raise UserError(f"config.train.profile_steps: {train.profile_steps!r} is not first:last, such as 10:13")
     _positive("config.optimizer", optimizer, "learning_rate", "eps")
     _not_negative(
         "config.optimizer",
@@ -166,8 +155,7 @@ def _check_data(data: DataConfig) -> None:
         raise UserError(f"config.data.validation_fraction: {data.validation_fraction} is not between 0 and 1")
     if data.tokenizer == "bpe" and data.bpe_vocab_size < 257:
         raise UserError(
-            f"config.data.bpe_vocab_size: {data.bpe_vocab_size} is too few; "
-            "256 bytes and a document end need 257"
+            f"config.data.bpe_vocab_size: {data.bpe_vocab_size} is too few; 256 bytes and a document end need 257"
         )
 
 
@@ -186,9 +174,7 @@ def _check_logistics(config: Config) -> None:
     _positive("config.log", config.log, "every_steps")
     mesh = config.mesh
     if mesh.data != -1 and mesh.data < 1:
-        raise UserError(
-            f"config.mesh.data: {mesh.data} devices; give a positive number, or -1 for all that are left"
-        )
+        raise UserError(f"config.mesh.data: {mesh.data} devices; give a positive number, or -1 for all that are left")
     for name in ("fsdp", "tensor"):
         size = getattr(mesh, name)
         if size != 1:
@@ -212,9 +198,7 @@ def mesh_shape(mesh: MeshConfig, num_devices: int) -> tuple[int, int, int]:
 def check_devices(config: Config, num_devices: int, num_processes: int = 1) -> None:
     """Raises UserError unless mesh, batch and micro-batch divide over the `num_devices` of all processes."""
     if num_devices % num_processes:
-        raise UserError(
-            f"--num_processes: {num_devices} devices do not divide over {num_processes} processes"
-        )
+        raise UserError(f"--num_processes: {num_devices} devices do not divide over {num_processes} processes")
     data, fsdp, _ = mesh_shape(config.mesh, num_devices)
     rows, ways = config.train.global_batch_size, data * fsdp
     if rows % ways:

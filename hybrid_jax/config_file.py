@@ -49,9 +49,7 @@ def _run_file(path: Path, variant: str) -> ml_collections.ConfigDict:
         exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
         get_config = namespace.get("get_config")
         if not callable(get_config):
-            raise UserError(
-                "has no get_config(); define get_config(variant: str = '') that returns a ConfigDict"
-            )
+            raise UserError("has no get_config(); define get_config(variant: str = '') that returns a ConfigDict")
         if variant and not inspect.signature(get_config).parameters:
             raise UserError(f"its get_config() takes no variant, so leave out ':{variant}'")
         config = get_config(variant) if variant else get_config()
@@ -62,9 +60,7 @@ def _run_file(path: Path, variant: str) -> ml_collections.ConfigDict:
     except SyntaxError as error:
         raise UserError(f"{error.filename or path}, line {error.lineno}: {error.msg}") from None
     except Exception as error:
-        lines = [
-            frame.lineno for frame in traceback.extract_tb(sys.exc_info()[2]) if frame.filename == str(path)
-        ]
+        lines = [frame.lineno for frame in traceback.extract_tb(sys.exc_info()[2]) if frame.filename == str(path)]
         where = f"{path}, line {lines[-1]}" if lines else str(path)
         reason = (str(error).strip().splitlines() or ["no message"])[0]
         raise UserError(f"{where}: {type(error).__name__}: {reason}") from None

@@ -6,13 +6,11 @@ A accumulation steps, B rows of one accumulation step over all devices, T tokens
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from hybrid_jax.data.interface import Dataset
 from hybrid_jax.errors import UserError
 
 
@@ -59,25 +57,16 @@ class Placement:
         return {name: one(array) for name, array in batch.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Checked:
-    """A data set whose batches are checked against the vocabulary: a lookup would clamp a wrong id in
-    silence."""
+def check_ids(batch: dict[str, np.ndarray], vocab_size: int, step: int) -> None:
+    """Raises UserError unless all tokens lie in [0, vocab_size) and all targets in [-1, vocab_size).
 
-    dataset: Batches
-    vocab_size: int
-
-    def batch(self, step: int, rows: Sequence[int], global_batch_size: int) -> dict[str, np.ndarray]:
-        """As Dataset.batch. Raises UserError for tokens outside [0, vocab_size) or targets outside [-1,
-        vocab_size)."""
-        batch = self.dataset.batch(step, rows, global_batch_size)
-        for name, low in (("tokens", 0), ("targets", -1)):
-            array = batch[name]
-            if array.size and not low <= array.min() <= array.max() < self.vocab_size:
-                bad = array[(array < low) | (array >= self.vocab_size)].flat[0]
-                raise UserError(
-                    f"config.model.vocab_size: step {step} has the id {bad} in its {name}, outside a "
-                    "vocabulary of "
-                    f"{self.vocab_size}; raise model.vocab_size or choose another data.tokenizer"
-                )
-        return batch
+    A lookup would clamp a wrong id, and drop its gradient, in silence.
+    """
+    for name, low in (("tokens", 0), ("targets", -1)):
+        array = batch[name]
+        if array.size and not low <= array.min() <= array.max() < vocab_size:
+            bad = array[(array < low) | (array >= vocab_size)].flat[0]
+            raise UserError(
+                f"config.model.vocab_size: step {step} has the id {bad} in its {name}, not one of "
+                f"{vocab_size}; raise model.vocab_size or choose another data.tokenizer"
+            )

@@ -116,9 +116,7 @@ def _delta(model: ModelConfig, section: GDNConfig | KDAConfig) -> Cost:
         value_dim + heads + (section.conv_size * (2 * keys + values) if section.use_short_conv else 0)
     )  # norm, A_log
     if isinstance(section, KDAConfig):
-        decay = value_dim * (
-            width + heads * section.head_dim
-        )  # two matrices of rank value_dim, as the gate's
+        decay = value_dim * (width + heads * section.head_dim)  # two matrices of rank value_dim, as the gate's
         weights += decay + value_dim * (width + values)
         other += heads * section.head_dim + (values if section.gate_bias else 0)  # dt_bias, gate bias
     else:

@@ -103,8 +103,8 @@ def linear_cross_entropy(
     x [B, T, D] (bf16 or fp32), w [V, D] fp32, targets [B, T] i32 with IGNORE = -1 where a token does not count.
     Logits, softmax and the sums are fp32, matrix products take x's dtype, dw is accumulated in fp32.
     Only the first result has a gradient. Divide it by the global count of unmasked targets. `chunk` is in
-    tokens (0 = automatic). On a mesh each device sums its own rows, and dw is reduced once. The scheme (gradients in the forward
-    pass) is that of Liger kernel and flash-linear-attention; z-loss: PaLM, arXiv:2204.02311.
+    tokens (0 = automatic). On a mesh each device sums its own rows, and dw is reduced once. Gradients formed in
+    the forward pass: as in Liger kernel and flash-linear-attention; z-loss: PaLM, arXiv:2204.02311.
     """
 
     def rows(x_BxTxD, targets_BxT, w_VxD):

@@ -101,9 +101,7 @@ class WandbWriter:
         try:
             import wandb
         except ImportError:
-            raise UserError(
-                "config.log.wandb: wandb is not installed; run: pip install 'hybrid_jax[track]'"
-            ) from None
+            raise UserError("config.log.wandb: wandb is not installed; run: pip install 'hybrid_jax[track]'") from None
         from hybrid_jax import config as config_lib
 
         # One id per run folder, so that a resumed run goes on in the same curve.
@@ -121,9 +119,7 @@ class WandbWriter:
         )
 
     def write(self, step: int, values: Values) -> None:
-        self._run.log(
-            {name: value for name, value in values.items() if isinstance(value, (int, float))}, step=step
-        )
+        self._run.log({name: value for name, value in values.items() if isinstance(value, (int, float))}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -253,32 +249,46 @@ def duration(seconds: float) -> str:
 
 
 class Clock:
-    """Tokens per second between marks, without what is not training (compiling, validation, checkpoints)."""
+    """Tokens per second between marks, without what is not training (compiling, validation, checkpoints).
+
+    A mark is made when a step's numbers arrive, while the next step is already on its way. Between two such marks
+    lies one step. Before the first mark lies the filling of that pipeline and before a drained one its emptying:
+    these intervals are longer or shorter than a step, and count only while there is nothing better.
+    """
 
     def __init__(self, tokens_per_step: int):
         self.tokens_per_step = tokens_per_step
-        self.seconds_per_step = math.nan  # smoothed over the last ~20 steps
+        self._smoothed = math.nan  # seconds per step over the last ~20 steps
+        self._rough = math.nan  # seconds of the last interval that is not a step's
         self._at = time.perf_counter()
+        self._filling = True
         self._seconds, self._steps = 0.0, 0
+
+    @property
+    def seconds_per_step(self) -> float:
+        return self._rough if math.isnan(self._smoothed) else self._smoothed
 
     def start(self) -> None:
         """Begins to count here; what went by since the last mark is not training."""
-        self._at = time.perf_counter()
+        self._at, self._filling = time.perf_counter(), True
 
-    def mark(self) -> None:
-        """A step has ended."""
+    def mark(self, drained: bool = False) -> None:
+        """A step has ended; `drained`: with no other behind it."""
         now = time.perf_counter()
         seconds, self._at = now - self._at, now
+        if self._filling or drained:
+            self._rough, self._filling = seconds, False
+            return
         self._seconds += seconds
         self._steps += 1
-        old = self.seconds_per_step
-        self.seconds_per_step = seconds if math.isnan(old) else 0.9 * old + 0.1 * seconds
+        old = self._smoothed
+        self._smoothed = seconds if math.isnan(old) else 0.9 * old + 0.1 * seconds
 
     def take(self) -> float:
-        """Tokens per second over the steps since the last `take`."""
-        rate = self._steps * self.tokens_per_step / self._seconds if self._seconds > 0 else math.nan
+        """Tokens per second over the steps since the last `take`; where none could be timed, as of late."""
+        seconds = self._seconds / self._steps if self._steps else self.seconds_per_step
         self._seconds, self._steps = 0.0, 0
-        return rate
+        return self.tokens_per_step / seconds if seconds > 0 else math.nan
 
 
 def plot(metrics_path: Path, image_path: Path, title: str) -> bool:
@@ -288,12 +298,8 @@ def plot(metrics_path: Path, image_path: Path, title: str) -> bool:
     """
     lines = read_jsonl(metrics_path)
     train = [(line["step"], line["loss"]) for line in lines if isinstance(line.get("loss"), (int, float))]
-    valid = [
-        (x["step"], x["validation_loss"]) for x in lines if isinstance(x.get("validation_loss"), (int, float))
-    ]
-    rates = [
-        (x["step"], x["learning_rate"]) for x in lines if isinstance(x.get("learning_rate"), (int, float))
-    ]
+    valid = [(x["step"], x["validation_loss"]) for x in lines if isinstance(x.get("validation_loss"), (int, float))]
+    rates = [(x["step"], x["learning_rate"]) for x in lines if isinstance(x.get("learning_rate"), (int, float))]
     if not train:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -314,13 +320,9 @@ def plot(metrics_path: Path, image_path: Path, title: str) -> bool:
             markersize=4,
             label=f"validation ({valid[-1][1]:.3f})",
         )
-    baseline = next(
-        (x["ngram_loss"] for x in reversed(lines) if isinstance(x.get("ngram_loss"), (int, float))), None
-    )
+    baseline = next((x["ngram_loss"] for x in reversed(lines) if isinstance(x.get("ngram_loss"), (int, float))), None)
     if baseline is not None:
-        axes.axhline(
-            baseline, color="tab:gray", linestyle="--", linewidth=1, label=f"n-gram model ({baseline:.3f})"
-        )
+        axes.axhline(baseline, color="tab:gray", linestyle="--", linewidth=1, label=f"n-gram model ({baseline:.3f})")
     # The first steps stand far above the rest; let the rest fill the frame once there is enough of it.
     shown = sorted(losses)
     if len(shown) >= 50:

@@ -16,7 +16,8 @@ from flax import nnx
 
 from hybrid_jax import pattern as pattern_lib
 from hybrid_jax.config import ModelConfig
-from hybrid_jax.layers.context import MIXER_IN, MIXER_OUT, Context, count_positions, number_documents
+from hybrid_jax.kernels.documents import number_documents
+from hybrid_jax.layers.context import MIXER_IN, MIXER_OUT, Context, count_positions
 from hybrid_jax.layers.gdn import GDN
 from hybrid_jax.layers.gqa import GQA
 from hybrid_jax.layers.kda import KDA
@@ -117,9 +118,7 @@ class Model:
         params: Params = {"embed": {"weight": draw(embed_key)}}
         if repeats:
             keys = jax.random.split(stacked_keys, (len(unit), repeats))
-            params["layers"] = {
-                str(i): jax.vmap(functools.partial(sublayer, s))(keys[i]) for i, s in enumerate(unit)
-            }
+            params["layers"] = {str(i): jax.vmap(functools.partial(sublayer, s))(keys[i]) for i, s in enumerate(unit)}
         if tail:
             keys = jax.random.split(tail_key, len(tail))
             params["tail"] = {str(i): sublayer(s, keys[i]) for i, s in enumerate(tail)}
@@ -230,7 +229,8 @@ class Model:
             kind, section = _MIXERS[symbol]
             sizes = getattr(cfg, section)
             make = lambda: kind(sizes, cfg.hidden_size, 0.0, std=0.0, out_std=0.0, rngs=nnx.Rngs(0))  # noqa: E731
-            return nnx.eval_shape(make).init_state(batch, max_length, jnp.dtype(self.compute_dtype))
+            mixer: Any = nnx.eval_shape(make)
+            return mixer.init_state(batch, max_length, jnp.dtype(self.compute_dtype))
 
         states: Params = {"length": jnp.zeros((), jnp.int32)}
         if repeats:

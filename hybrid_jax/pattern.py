@@ -24,9 +24,7 @@ _VALID = "* (MLA), M (the mixer of model.mixer), - (MLP), G (GDN), K (KDA), S (M
 def check(pattern: str) -> None:
     """Raises UserError for an empty pattern and for the first symbol that is not one of `* M - G K S A`."""
     if not pattern:
-        raise UserError(
-            "config.model.pattern: empty; give one such as '*-M-M-M-', or num_layers (and attention_ratio)"
-        )
+        raise UserError("config.model.pattern: empty; give one such as '*-M-M-M-', or num_layers (and attention_ratio)")
     for position, symbol in enumerate(pattern, start=1):
         if symbol in RESERVED:
             raise UserError(
@@ -35,8 +33,7 @@ def check(pattern: str) -> None:
             )
         if symbol != "M" and symbol not in NAMES:
             raise UserError(
-                f"config.model.pattern: unknown symbol {symbol!r} at position {position}; "
-                f"valid symbols are {_VALID}"
+                f"config.model.pattern: unknown symbol {symbol!r} at position {position}; valid symbols are {_VALID}"
             )
 
 

@@ -31,18 +31,19 @@ class Setting:
 
 
 SETTINGS = (
+    Setting(
+        "--xla_cpu_experimental_ynn_fusion_type",
+        "",
+        "cpu",
+        "its library fusions crash or give garbage on arrays of high rank (seen with jax 0.10.2 and 0.11.2), "
+        "and leave bf16 weight gradients to plain loops (0.11.2: 11 times slower)",
+    ),
     Setting("--xla_gpu_enable_command_buffer", "", "rocm", "HIP graphs segfault (openxla/xla#46952)"),
     Setting("--xla_gpu_enable_latency_hiding_scheduler", "true", "rocm", "overlaps collectives with compute"),
-    Setting(
-        "--xla_gpu_enable_triton_gemm", "false", "rocm", "matmuls by hipBLASLt, as AMD's training images do"
-    ),
+    Setting("--xla_gpu_enable_triton_gemm", "false", "rocm", "matmuls by hipBLASLt, as AMD's training images do"),
     Setting("--xla_gpu_enable_cublaslt", "true", "rocm", "means hipBLASLt there"),
-    Setting(
-        "--xla_gpu_autotune_level", "4", "rocm", "some images carry 0, which changes results (ROCm/jax#467)"
-    ),
-    Setting(
-        "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9", "rocm", "jax takes 0.75; RCCL and hipBLASLt need the rest"
-    ),
+    Setting("--xla_gpu_autotune_level", "4", "rocm", "some images carry 0, which changes results (ROCm/jax#467)"),
+    Setting("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9", "rocm", "jax takes 0.75; RCCL and hipBLASLt need the rest"),
     Setting("GPU_MAX_HW_QUEUES", "2", "rocm", "AMD's setting for compute beside collectives"),
     Setting("HIP_FORCE_DEV_KERNARG", "1", "rocm", "kernel arguments in device memory: shorter launches"),
     Setting("HSA_NO_SCRATCH_RECLAIM", "1", "rocm", "no stall to give scratch memory back", ("gfx942",)),
@@ -59,9 +60,7 @@ def environment(platform: str, user: Mapping[str, str], architecture: str = "") 
     user_flags = user.get("XLA_FLAGS", "").strip()
     taken = {token.split("=")[0] for token in user_flags.split()}
     for setting in SETTINGS:
-        if setting.platform != platform or (
-            setting.architectures and architecture not in setting.architectures
-        ):
+        if setting.platform != platform or (setting.architectures and architecture not in setting.architectures):
             continue
         if not setting.name.startswith("--"):
             if setting.name not in user:

@@ -67,9 +67,7 @@ def finish(config: ml_collections.ConfigDict, variant: str) -> ml_collections.Co
     if variant == "":
         return config
     if variant != "smoke":
-        raise UserError(
-            f"variant {variant!r} is not known; there is only 'smoke', as in --config=FILE.py:smoke"
-        )
+        raise UserError(f"variant {variant!r} is not known; there is only 'smoke', as in --config=FILE.py:smoke")
     config.train.update(steps=10, global_batch_size=8, sequence_length=128)
     config.optimizer.update(warmup_steps=1, decay_steps=0)
     config.data.update(source="python", tokenizer="bytes")
@@ -125,8 +123,6 @@ def _schedule(
 ) -> None:
     config.train.update(steps=steps, global_batch_size=rows, sequence_length=length)
     # decay_steps is written out, so that a run cut short by --config.train.steps follows the published curve.
-    config.optimizer.update(
-        learning_rate=peak, min_learning_rate=peak / 10, warmup_steps=warmup, decay_steps=steps
-    )
+    config.optimizer.update(learning_rate=peak, min_learning_rate=peak / 10, warmup_steps=warmup, decay_steps=steps)
     config.checkpoint.every_steps = 1000
     config.eval.every_steps = 1000

@@ -106,21 +106,16 @@ def compiled(config: Config) -> str:
         rows.append((name, f"{size:,}", f"{size / 2**30:.2f}"))
     lines = aligned(rows)
     if jax.default_backend() == "cpu":
-        lines.append(
-            "Compiled for the CPU, which keeps bf16 matmul inputs in fp32: an upper bound for a GPU."
-        )
+        lines.append("Compiled for the CPU, which keeps bf16 matmul inputs in fp32: an upper bound for a GPU.")
     table = [("collective", "count", "bytes a device")]
     table += [
-        (name, f"{count}", f"{size:,}")
-        for name, (count, size) in collectives(executable.as_text() or "").items()
+        (name, f"{count}", f"{size:,}") for name, (count, size) in collectives(executable.as_text() or "").items()
     ]
     if len(table) == 1:
         return "\n".join(
             [*lines, "", f"collectives: none ({jax.device_count()} device{'s'[: jax.device_count() > 1]})"]
         )
-    return "\n".join(
-        [*lines, "", *aligned(table), "(as they stand in the program: one inside a loop is counted once)"]
-    )
+    return "\n".join([*lines, "", *aligned(table), "(as they stand in the program: one inside a loop is counted once)"])
 
 
 def collectives(hlo: str) -> dict[str, tuple[int, int]]:

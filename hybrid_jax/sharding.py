@@ -59,19 +59,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def spec_of(path: str, rank: int, table: Table = TABLE) -> PartitionSpec:
     """The spec of the array with `rank` axes at a dotted path such as "params.layers.0.mixer.A_log"."""
-    for pattern, spec in table:
-        if re.search(rf"(?:^|\.)(?:{pattern})$", path):
-            break
-    else:
+    found = next(((p, s) for p, s in table if re.search(rf"(?:^|\.)(?:{p})$", path)), None)
+    if found is None:
         raise UserError(f"sharding: no rule for the parameter {path}; add one to hybrid_jax/sharding.py")
+    pattern, spec = found
     stacked = "layers" in path.split(".")
     if not any(spec):
         return PartitionSpec()
     spec = PartitionSpec(None, *spec) if stacked else spec
     if len(spec) > rank:
-        raise UserError(
-            f"sharding: the rule {pattern!r} has more axes than {path}, which has {rank - stacked} a layer"
-        )
+        raise UserError(f"sharding: the rule {pattern!r} has more axes than {path}, which has {rank - stacked} a layer")
     return spec
 
 

@@ -53,9 +53,7 @@ class Programs:
 
     @functools.cached_property
     def model(self) -> Model:
-        return Model(
-            self.cfg.model, backend=self.cfg.kernels.backend, compute_dtype=self.cfg.train.compute_dtype
-        )
+        return Model(self.cfg.model, backend=self.cfg.kernels.backend, compute_dtype=self.cfg.train.compute_dtype)
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:
@@ -122,9 +120,7 @@ class Programs:
         total = jnp.maximum(count, 1.0)
 
         def one(micro: Batch) -> tuple[dict[str, jax.Array], PyTree]:
-            (objective, parts), grads = jax.value_and_grad(self.model.loss, has_aux=True)(
-                params, micro, total
-            )
+            (objective, parts), grads = jax.value_and_grad(self.model.loss, has_aux=True)(params, micro, total)
             loss = (parts["loss_sum"] - parts["z_loss_sum"]) / total
             grads = jax.lax.with_sharding_constraint(grads, self._param_shardings)
             return {"objective": objective, "loss": loss}, grads

@@ -68,9 +68,7 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
     meta = checkpoint.describe(cfg, train_data.fingerprint)
     checkpoints = restored = None
     if cfg.checkpoint.every_steps:
-        checkpoints = checkpoint.Checkpoints(
-            workdir / "checkpoints", cfg.checkpoint.keep, meta, console.phase
-        )
+        checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", cfg.checkpoint.keep, meta, console.phase)
         restored = checkpoints.restore(programs.state)
     if restored:
         state, start, saved_meta = restored
@@ -113,9 +111,7 @@ class Training:
     ):
         self.cfg, self.workdir, self.console, self.programs = cfg, workdir, console, programs
         self.checkpoints, self.writers, self.valid_data = checkpoints, writers, valid_data
-        self.placement = feed.Placement(
-            batch_shape(cfg, programs.mesh), sharding.batch_sharding(programs.mesh)
-        )
+        self.placement = feed.Placement(batch_shape(cfg, programs.mesh), sharding.batch_sharding(programs.mesh))
         self.tokens_per_step = cfg.train.global_batch_size * cfg.train.sequence_length
         self.clock = metrics.Clock(self.tokens_per_step)
         # FLOP/s of a device = tokens/s * this
@@ -124,12 +120,8 @@ class Training:
         self.done = 0  # steps
         self.bad_steps = 0  # in a row, as of the last step looked at
         self.stop_signal = 0  # as agreed by all processes
-        self._pending: tuple[int, dict[str, jax.Array]] | None = (
-            None  # a step's numbers, perhaps still being computed
-        )
-        self._line: tuple[int, dict[str, Any]] | None = (
-            None  # a step's numbers, looked at but not written yet
-        )
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None  # a step's numbers, perhaps still being computed
+        self._line: tuple[int, dict[str, Any]] | None = None  # a step's numbers, looked at but not written yet
         self._evaluate: Any = None
 
     # ---- the loop ----------------------------------------------------------------
@@ -145,12 +137,11 @@ class Training:
         several = jax.process_count() > 1
         flags = {0: self.programs.stop_flags(0)}
         profile = _Profile(cfg.train.profile_steps, self.workdir / "profile")
-        checked = feed.Checked(train_data, cfg.model.vocab_size)
-        place, rows = self.placement.place, self.placement.rows
+        rows = self.placement.rows
         self.console.phase(f"training: steps {start + 1} to {steps}")
         with (
             StopRequest() as request,
-            data.prefetch(checked, start, rows, cfg.train.global_batch_size) as batches,
+            data.prefetch(train_data, start, rows, cfg.train.global_batch_size) as batches,
             profile,
         ):
             self.clock.start()
@@ -161,7 +152,7 @@ class Training:
                 signal = request.signal if several else 0
                 if signal not in flags:
                     flags[signal] = self.programs.stop_flags(signal)
-                self.state, numbers = step_fn(self.state, place(next(batches)), flags[signal])
+                self.state, numbers = step_fn(self.state, self._place(next(batches), step), flags[signal])
                 self._look()  # at the step before, while this one runs
                 self._pending, self.done = (step, numbers), step
                 if not several:
@@ -183,6 +174,10 @@ class Training:
                 if self.stop_signal:
                     self._stop(request)
 
+    def _place(self, batch: dict[str, np.ndarray], step: int) -> dict[str, jax.Array]:
+        feed.check_ids(batch, self.cfg.model.vocab_size, step)
+        return self.placement.place(batch)
+
     def _look(self, hold: bool = False) -> None:
         """Waits for the pending step's numbers and writes them; with `hold` the line stays open for more
         values.
@@ -194,7 +189,7 @@ class Training:
             return
         (step, arrays), self._pending = self._pending, None
         got = jax.device_get(arrays)
-        self.clock.mark()
+        self.clock.mark(drained=hold)
         self.bad_steps = int(got["bad_steps"])
         if jax.process_count() > 1:
             self.stop_signal = int(got["stop"])
@@ -228,11 +223,7 @@ class Training:
         wrong = self.programs.backward_order(np.flatnonzero(~got["finite"]).tolist())
         parts = [] if np.isfinite(got["loss"]) else ["the loss"]
         if wrong:
-            others = (
-                f" and {len(wrong) - 1} of the other {len(got['finite']) - 1} groups"
-                if len(wrong) > 1
-                else ""
-            )
+            others = f" and {len(wrong) - 1} of the other {len(got['finite']) - 1} groups" if len(wrong) > 1 else ""
             parts.append(f"the gradient of {self.programs.describe_group(wrong[0])}{others}")
         what = " and ".join(parts) or "the gradient norm"
         self.console.text(f"step {step}: {what} not finite; update skipped ({self.bad_steps} in a row)")
@@ -243,7 +234,8 @@ class Training:
         finite, largest = self.programs.inspect(self.state["params"])
         if finite.all():
             at = int(np.argmax(largest))
-            about = f"all parameters are finite, the largest in {self.programs.describe_group(at)} ({largest[at]:.3g})"
+            where = self.programs.describe_group(at)
+            about = f"all parameters are finite, the largest in {where} ({largest[at]:.3g})"
         else:
             bad = [self.programs.describe_group(int(i)) for i in np.flatnonzero(~finite)]
             about = f"the parameters of {bad[0]} are not finite" + (
@@ -273,11 +265,7 @@ class Training:
         if self.checkpoints:
             self.checkpoints.wait()
             newest = self.checkpoints.steps()
-            kept = (
-                f"checkpoint {newest[-1]} is whole; run the same command to go on from there"
-                if newest
-                else ""
-            )
+            kept = f"checkpoint {newest[-1]} is whole; run the same command to go on from there" if newest else ""
         else:
             kept = "no checkpoint was written (config.checkpoint.every_steps is 0)"
         self.console.text(f"stopped after step {self.done} of {self.cfg.train.steps}; {kept}")
@@ -292,11 +280,10 @@ class Training:
         began = time.perf_counter()
         if self._evaluate is None:
             self._evaluate = self.programs.compile_evaluate()
-        checked = feed.Checked(self.valid_data, self.cfg.model.vocab_size)
         size, sums = self.placement.global_batch_size, []
         for index in range(self.cfg.eval.batches):
-            batch = self.placement.place(checked.batch(index, self.placement.rows, size))
-            sums.append(self._evaluate(self.state["params"], batch))
+            batch = self.valid_data.batch(index, self.placement.rows, size)
+            sums.append(self._evaluate(self.state["params"], self._place(batch, index)))
         total, count = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
         loss = float(total / max(count, 1.0))
         per_byte = loss / self.valid_data.tokenizer.bytes_per_token
@@ -405,9 +392,7 @@ def _on_one_device(params: Any) -> Any:
         from jax.experimental import multihost_utils
 
         return multihost_utils.process_allgather(params, tiled=True)
-    return jax.tree.map(
-        lambda x: x.addressable_data(0) if x.is_fully_replicated else jax.device_get(x), params
-    )
+    return jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else jax.device_get(x), params)
 
 
 def _make_folder(folder: Path) -> None:

@@ -168,7 +168,5 @@ def test_description_of_a_run():
     assert meta["config"]["train"]["seed"] == 7 and meta["packages"]["jax"] == jax.__version__
     assert checkpoint.changes(meta, meta) == []
     other = checkpoint.describe(Config(model=cfg.model, train=TrainConfig(seed=8)), "beef")
-    assert checkpoint.changes(meta, other) == [
-        "config.train.seed was 7 when this checkpoint was written and is 8 now"
-    ]
+    assert checkpoint.changes(meta, other) == ["config.train.seed was 7 when this checkpoint was written and is 8 now"]
     assert "the data changed" in checkpoint.changes(meta, {**meta, "data": "beef"})[0]

@@ -13,9 +13,7 @@ NAMES = sorted(path.stem for path in (CONFIGS / "milestones").glob("*.json"))
 
 
 def write_run(folder, losses, **config):
-    lines = [
-        json.dumps({"step": s, "loss": loss, "tokens_per_second": 1000.0 + s}) for s, loss in losses.items()
-    ]
+    lines = [json.dumps({"step": s, "loss": loss, "tokens_per_second": 1000.0 + s}) for s, loss in losses.items()]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     if config:
         (folder / "config.json").write_text(json.dumps({"train": config}))
@@ -47,9 +45,7 @@ def test_published_values():
 
 
 def test_the_table_shows_both_and_their_difference(tmp_path, capsys):
-    write_run(
-        tmp_path, {1: 11.9752, 100: 9.7, 500: 4.728, 995: 4.0}, global_batch_size=1024, sequence_length=2048
-    )
+    write_run(tmp_path, {1: 11.9752, 100: 9.7, 500: 4.728, 995: 4.0}, global_batch_size=1024, sequence_length=2048)
     assert compare.main([str(tmp_path), "--to", "gdn_300m"]) == 0
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line[:1].isdigit()}

@@ -37,10 +37,7 @@ def test_importing_the_configuration_does_not_import_jax():
         "hybrid_jax.platform, hybrid_jax.recipes; print('jax' in sys.modules)"
     )
     root = Path(__file__).parent.parent
-    assert (
-        subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout
-        == "False\n"
-    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == "False\n"
 
 
 def test_round_trip_through_dicts_and_json():
@@ -89,7 +86,7 @@ def test_an_int_may_stand_for_a_float_and_nothing_else_converts():
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("model.patter", "config.model.patter: unknown key, did you mean 'pattern'?"),
+        ("model.pattern_", "config.model.pattern_: unknown key, did you mean 'pattern'?"),
         ("model.gdn.nun_heads", "config.model.gdn.nun_heads: unknown key, did you mean 'num_heads'?"),
         ("models.pattern", "config.models: unknown key, did you mean 'model'?"),
         ("steps", "config.steps: unknown key, did you mean 'config.train.steps'?"),
@@ -104,8 +101,8 @@ def test_unknown_keys_on_the_command_line(key, words):
 
 def test_unknown_keys_in_a_config_are_found_too():
     config = default_config()
-    config.model.patter = "M-"
-    with pytest.raises(UserError, match=r"config\.model\.patter: unknown key, did you mean 'pattern'\?"):
+    config.model.pattern_ = "M-"
+    with pytest.raises(UserError, match=r"config\.model\.pattern_: unknown key, did you mean 'pattern'\?"):
         config_lib.resolve(config)
 
 

@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hybrid_jax.config import GDNConfig, GQAConfig, KDAConfig, Mamba2Config, MLAConfig, ModelConfig, RopeConfig
+from hybrid_jax.config import (
+    GDNConfig,
+    GQAConfig,
+    KDAConfig,
+    Mamba2Config,
+    MLAConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from hybrid_jax.generate import generate
 from hybrid_jax.model import Model
 
@@ -30,9 +38,7 @@ GDN = GDNConfig(num_heads=2, num_v_heads=4, head_dim=16)
 KDA = KDAConfig(num_heads=4, num_v_heads=4, head_dim=16)
 MODELS = {
     "gdn_tied": dict(pattern="G-G-", gdn=GDN, tie_word_embeddings=True),
-    "gdn_untied_expandv2": dict(
-        pattern="G-G-", gdn=dataclasses.replace(GDN, num_v_heads=2, head_dim=32, expand_v=2.0)
-    ),
+    "gdn_untied_expandv2": dict(pattern="G-G-", gdn=dataclasses.replace(GDN, num_v_heads=2, head_dim=32, expand_v=2.0)),
     "kda_tied": dict(pattern="K-K-", kda=dataclasses.replace(KDA, expand_v=2.0), tie_word_embeddings=True),
     "kimi_linear": dict(
         pattern="K-*-",
@@ -48,9 +54,7 @@ MODELS = {
     ),
     "deepseek_v3": dict(pattern="*-*-", mla=MLA),
     "llama": dict(pattern="A-A-", norm_eps=1e-5, gqa=GQA),
-    "qwen3": dict(
-        pattern="A-A-", gqa=dataclasses.replace(GQA, head_dim=24, qk_norm=True), tie_word_embeddings=True
-    ),
+    "qwen3": dict(pattern="A-A-", gqa=dataclasses.replace(GQA, head_dim=24, qk_norm=True), tie_word_embeddings=True),
     "qwen3_5_text": dict(
         pattern="G-A-",
         gdn=GDN,

@@ -52,7 +52,7 @@ def command(*arguments, cwd=ROOT, **env):
         (["--config=configs/gdn_30m.py"], "does not exist, did you mean configs/gdn_300m.py?"),
         (["--config=nowhere/x.py"], "--config: nowhere/x.py does not exist"),
         ([TINY + ":full"], "variant 'full' is not known"),
-        ([TINY, "--config.model.patter=M-"], "config.model.patter: unknown key, did you mean 'pattern'?"),
+        ([TINY, "--config.model.pattern_=M-"], "config.model.pattern_: unknown key, did you mean 'pattern'?"),
         ([TINY, "--config.train.steps=x"], "config.train.steps: expected a whole number, got 'x'"),
         ([TINY, "--config.train.steps"], "config.train.steps: needs a value, as in --config.train."),
         ([TINY, "--config.model.mixer", "--dry_run"], "config.model.mixer: needs a value"),
@@ -159,9 +159,7 @@ def test_the_compiled_dry_run_reports_memory_and_collectives_of_several_devices(
     )
     numbers = {name: [int(text.replace(",", "")) for text in texts if text] for name, *texts in rows}
     parameters = 28_768
-    assert numbers["arguments"][0] == pytest.approx(
-        12 * parameters + 4 * 4 * 2 * 64, rel=0.02
-    )  # moments too; 2 rows
+    assert numbers["arguments"][0] == pytest.approx(12 * parameters + 4 * 4 * 2 * 64, rel=0.02)  # moments too; 2 rows
     assert numbers["temporary"][0] > 4 * parameters
     assert numbers["total"][0] >= numbers["arguments"][0] + numbers["temporary"][0]
     count, size = numbers["all-reduce"]

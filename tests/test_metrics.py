@@ -106,9 +106,7 @@ def test_plain_lines_are_few_and_the_last_one_is_there(tmp_path):
 
 
 def test_terminal_gets_one_bar_and_notes_stand_on_lines_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        metrics.shutil, "get_terminal_size", lambda default: metrics.os.terminal_size((120, 24))
-    )
+    monkeypatch.setattr(metrics.shutil, "get_terminal_size", lambda default: metrics.os.terminal_size((120, 24)))
     stream = _Terminal()
     console = metrics.Console(tmp_path / "train.log", stream)
     values = {**VALUES, "tflops_per_second": 1.5, "mfu": 0.123}
@@ -137,23 +135,42 @@ def test_quiet_console_of_the_other_processes(tmp_path):
     assert stream.getvalue() == "" and not (tmp_path / "train.log").exists()
 
 
-def test_clock_leaves_out_what_is_not_training(monkeypatch):
+def test_clock_times_steps_only(monkeypatch):
+    """Not compiling, not validation, and not the step by which the pipeline fills or drains."""
     now = [100.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     clock = metrics.Clock(tokens_per_step=1000)
+
+    def after(seconds, **how):
+        now[0] += seconds
+        clock.mark(**how)
+
     now[0] += 50  # compiling
     clock.start()
-    for seconds in (2.0, 3.0):
-        now[0] += seconds
-        clock.mark()
+    after(4.0)
+    assert clock.take() == pytest.approx(250)  # the filling step, while there is nothing better
+    after(2.0)
+    after(3.0)
     assert clock.take() == pytest.approx(2000 / 5)
+    after(0.5, drained=True)
+    assert clock.take() == pytest.approx(1000 / clock.seconds_per_step)
+    assert 2.0 < clock.seconds_per_step < 3.0
     now[0] += 77  # validation
     clock.start()
-    now[0] += 4.0
-    clock.mark()
-    assert clock.take() == pytest.approx(250)
-    assert math.isnan(clock.take())
-    assert 2.0 < clock.seconds_per_step < 4.0
+    after(9.0)
+    after(2.0)
+    assert clock.take() == pytest.approx(500)
+    assert 2.0 < clock.seconds_per_step < 3.0
+
+
+def test_clock_of_one_step(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    clock = metrics.Clock(tokens_per_step=1000)
+    clock.start()
+    now[0] += 5.0
+    clock.mark(drained=True)
+    assert clock.take() == clock.take() == pytest.approx(200)
 
 
 def test_smoothing_is_a_weighted_mean_without_a_pull_to_zero():

@@ -28,9 +28,7 @@ RECIPE = OptimizerConfig(learning_rate=2e-4, min_learning_rate=2e-5, warmup_step
     ],
 )
 def test_learning_rate_is_exact(count, expected):
-    assert float(optimizer.learning_rate(RECIPE, 10**9, count)) == pytest.approx(
-        expected, rel=2e-6, abs=1e-12
-    )
+    assert float(optimizer.learning_rate(RECIPE, 10**9, count)) == pytest.approx(expected, rel=2e-6, abs=1e-12)
 
 
 def test_decay_steps_default_to_the_runs_length_and_warmup_may_be_absent():
@@ -43,9 +41,15 @@ def test_decay_steps_default_to_the_runs_length_and_warmup_may_be_absent():
 def _params():
     """Paths and per-layer ranks as in a model with one repeat of a period, and a tail."""
     mixer = {
-        "q_proj": {"weight": (8, 8)}, "q_conv1d": {"weight": (8, 4)}, "A_log": (2,), "dt_bias": (2,), "D": (2,),
-        "o_norm": {"weight": (4,)}, "g_proj": {"weight": (8, 4), "bias": (4,)}, "f_b": {"bias": (2, 4)},
-    }  # fmt: skip
+        "q_proj": {"weight": (8, 8)},
+        "q_conv1d": {"weight": (8, 4)},
+        "A_log": (2,),
+        "dt_bias": (2,),
+        "D": (2,),
+        "o_norm": {"weight": (4,)},
+        "g_proj": {"weight": (8, 4), "bias": (4,)},
+        "f_b": {"bias": (2, 4)},
+    }
     kda = {"A_log": (1, 1, 2, 1), "dt_bias": (2, 4), "k_norm": {"weight": (2, 4)}}
     tree = {
         "embed": {"weight": (16, 8)},
@@ -59,9 +63,7 @@ def _params():
         tree,
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
-    )
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def test_decay_set_by_name_and_by_the_rank_of_one_layer():
@@ -99,18 +101,14 @@ def test_decay_set_of_a_model_with_every_kind_of_sublayer():
     decayed, undecayed = optimizer.decay_sets(params)
 
     def kind(path):
-        parts = [
-            p for p in path.split(".") if not p.isdigit() and p not in ("layers", "tail", "mixer", "mlp")
-        ]
+        parts = [p for p in path.split(".") if not p.isdigit() and p not in ("layers", "tail", "mixer", "mlp")]
         return ".".join(parts)
 
     last = {path.split(".")[-1] for path in decayed}
     assert last == {"weight"}
     assert {kind(p) for p in undecayed} >= {"A_log", "dt_bias", "D", "norm.weight", "o_norm.weight"}
     assert all("norm" in p or p.split(".")[-1] in ("A_log", "dt_bias", "D", "bias") for p in undecayed)
-    assert {"embed.weight", "q_conv1d.weight", "q_proj.weight", "up_proj.weight"} <= {
-        kind(p) for p in decayed
-    }
+    assert {"embed.weight", "q_conv1d.weight", "q_proj.weight", "up_proj.weight"} <= {kind(p) for p in decayed}
 
 
 def test_update_equals_adamw_written_out():
@@ -151,9 +149,7 @@ def test_update_equals_adamw_written_out():
             decay = 0.1 if name == "a" else 0.0
             want[name] = want[name] - lr * (step + decay * want[name])
         for name, x in want.items():
-            np.testing.assert_allclose(
-                got[name]["weight"], x, rtol=2e-6, atol=1e-7, err_msg=f"{name} after update {k}"
-            )
+            np.testing.assert_allclose(got[name]["weight"], x, rtol=2e-6, atol=1e-7, err_msg=f"{name} after update {k}")
     assert int(state["count"]) == 3
 
 

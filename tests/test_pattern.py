@@ -34,9 +34,7 @@ def test_a_bad_symbol_names_itself_its_place_and_the_valid_ones(text, words):
 
 
 def test_an_unknown_mixer_lists_the_valid_ones():
-    with pytest.raises(
-        UserError, match=r"config\.model\.mixer: unknown mixer 'mamba'; choose one of gdn, kda, mamba2"
-    ):
+    with pytest.raises(UserError, match=r"config\.model\.mixer: unknown mixer 'mamba'; choose one of gdn, kda, mamba2"):
         pattern.resolve("M-", "mamba")
 
 

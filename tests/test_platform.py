@@ -35,8 +35,10 @@ def test_a_file_of_flags_is_left_alone():
     assert "XLA_FLAGS" not in platform.environment("rocm", {"XLA_FLAGS": "/etc/xla_flags"})
 
 
-def test_the_cpu_is_left_as_it_is():
-    assert platform.environment("cpu", {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}) == {}
+def test_the_cpu_loses_its_library_fusions():
+    new = platform.environment("cpu", {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+    assert set(new) == {"XLA_FLAGS"} and "--xla_cpu_experimental_ynn_fusion_type=" in new["XLA_FLAGS"].split()
+    assert "--xla_force_host_platform_device_count=8" in new["XLA_FLAGS"].split()
 
 
 def test_settings_by_architecture():
@@ -46,7 +48,7 @@ def test_settings_by_architecture():
     assert "RCCL_WARP_SPEED_AUTO" not in platform.environment("cuda", {}, "gfx950")
 
 
-@pytest.mark.parametrize("name", ["rocm", "cuda"])
+@pytest.mark.parametrize("name", ["rocm", "cuda", "cpu"])
 def test_xla_accepts_the_flags(name):
     """An unknown flag aborts the process, on any platform."""
     env = {**os.environ, **platform.environment(name, {}), "JAX_PLATFORMS": "cpu"}
@@ -55,9 +57,7 @@ def test_xla_accepts_the_flags(name):
     assert done.stdout == "42\n", done.stderr
     bad = {**env, "XLA_FLAGS": env["XLA_FLAGS"] + " --xla_gpu_no_such_flag=1"}
     if name == "cuda":  # the check above can fail
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=bad, capture_output=True, text=True, timeout=120
-        )
+        done = subprocess.run([sys.executable, "-c", code], env=bad, capture_output=True, text=True, timeout=120)
         assert done.returncode != 0
 
 

@@ -19,8 +19,7 @@ def config_of(name, *overrides):
 
 def devices(count, kind="AMD Instinct MI300X", processes=1):
     return [
-        SimpleNamespace(device_kind=kind, platform="gpu", process_index=i * processes // count)
-        for i in range(count)
+        SimpleNamespace(device_kind=kind, platform="gpu", process_index=i * processes // count) for i in range(count)
     ]
 
 
@@ -46,9 +45,7 @@ def test_the_dry_run_table_adds_up():
     assert sum(int(number.replace(",", "")) for _, number in parts) == 307_767_232
     sizes = {
         name: int(size.replace(",", ""))
-        for name, size in re.findall(
-            r"^(parameters|gradients|optimizer|total) +([\d,]+) +[\d.]+$", text, re.MULTILINE
-        )
+        for name, size in re.findall(r"^(parameters|gradients|optimizer|total) +([\d,]+) +[\d.]+$", text, re.MULTILINE)
     }
     assert sizes == {
         "parameters": 4 * 307_767_232,

@@ -66,7 +66,7 @@ def uneven_batch(cfg, shape):
 def test_accumulated_gradients_equal_one_large_batch_with_uneven_counts(mesh):
     results = []
     for micro in (0, 2):
-        cfg = tiny_config("x", train__micro_batch_size=micro)
+        cfg = tiny_config("x", model__pattern="A-", train__micro_batch_size=micro)
         programs = step.Programs(cfg, mesh)
         shape = step.batch_shape(cfg, mesh)
         assert shape == ((1, 8, 32) if micro == 0 else (4, 2, 32))
@@ -85,7 +85,7 @@ def test_accumulated_gradients_equal_one_large_batch_with_uneven_counts(mesh):
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_says_where(mesh):
-    programs = step.Programs(tiny_config("x"), mesh)
+    programs = step.Programs(tiny_config("x", model__pattern="A-"), mesh)
     batch = uneven_batch(programs.cfg, (1, 8, 32))
     compiled, stop = programs.compile_step(), programs.stop_flags(0)
     with jax.set_mesh(mesh):
@@ -94,8 +94,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_where(mesh):
             state, numbers = compiled(state, batch, stop)
         assert np.all(numbers["finite"]) and int(numbers["skipped"]) == 0
         good = jax.device_get(state)
-        weight = state["params"]["layers"]["2"]["mlp"]["gate_proj"]["weight"]
-        state["params"]["layers"]["2"]["mlp"]["gate_proj"]["weight"] = weight.at[0, 0, 0].set(jnp.nan)
+        weight = state["params"]["layers"]["1"]["mlp"]["gate_proj"]["weight"]
+        state["params"]["layers"]["1"]["mlp"]["gate_proj"]["weight"] = weight.at[0, 0, 0].set(jnp.nan)
         poisoned = jax.device_get(state)
         for count in (1, 2):
             state, numbers = compiled(state, batch, stop)
@@ -108,12 +108,10 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_where(mesh):
         assert int(after["step"]) == 4 and int(after["skipped"]) == 2
         finite, _ = programs.inspect(state["params"])
         assert [programs.describe_group(int(i)) for i in np.flatnonzero(~finite)] == [
-            "layers.2.mlp.gate_proj.weight[0] (sublayer 2, '-')"
+            "layers.1.mlp.gate_proj.weight[0] (sublayer 1, '-')"
         ]
         # Back to what was good: training goes on, the count in a row starts again.
-        state["params"] = jax.device_put(
-            good["params"], jax.tree.map(lambda x: x.sharding, programs.state["params"])
-        )
+        state["params"] = jax.device_put(good["params"], jax.tree.map(lambda x: x.sharding, programs.state["params"]))
         state, numbers = compiled(state, batch, stop)
         assert int(numbers["bad_steps"]) == 0 and int(numbers["skipped"]) == 2
         assert int(state["opt_state"]["count"]) == 3  # skipped updates do not advance the schedule
@@ -144,18 +142,13 @@ def test_rows_of_a_step_do_not_depend_on_accumulation(mesh):
     np.testing.assert_array_equal(*seen)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("tokens", 64), ("tokens", -1), ("targets", 64), ("targets", -2)]
-)
+@pytest.mark.parametrize(("name", "value"), [("tokens", 64), ("tokens", -1), ("targets", 64), ("targets", -2)])
 def test_an_id_outside_the_vocabulary_stops_the_run(name, value):
-    class Wrong:
-        def batch(self, step, rows, global_batch_size):
-            arrays = {"tokens": np.zeros((2, 4), np.int32), "targets": np.full((2, 4), -1, np.int32)}
-            arrays[name][1, 2] = value
-            return arrays
-
-    with pytest.raises(UserError, match=f"config.model.vocab_size: step 7 has the id {value} in its {name}"):
-        feed.Checked(Wrong(), 64).batch(7, [0, 1], 2)
+    batch = {"tokens": np.zeros((2, 4), np.int32), "targets": np.full((2, 4), -1, np.int32)}
+    feed.check_ids(batch, 64, 7)
+    batch[name][1, 2] = value
+    with pytest.raises(UserError, match=rf"config\.model\.vocab_size: step 7 has the id {value} in its {name}"):
+        feed.check_ids(batch, 64, 7)
 
 
 # ---- whole runs ----
@@ -182,9 +175,7 @@ def test_forty_steps_equal_a_stopped_and_resumed_run_bit_for_bit(tmp_path, monke
     assert stopped.value.code == 143
     number = final_state(cut)[1]
     assert number == 20  # step 20 was under way when the signal came: it is finished, and the last one
-    assert (
-        "stopped after step 20 of 40; checkpoint 20 is whole; run the same command" in capsys.readouterr().out
-    )
+    assert "stopped after step 20 of 40; checkpoint 20 is whole; run the same command" in capsys.readouterr().out
     assert (tmp_path / "cut" / "loss.png").exists()
     assert len(lines_of(cut.workdir)) == 20
     with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:  # as if it had run on before it was killed
@@ -215,10 +206,21 @@ def test_forty_steps_equal_a_stopped_and_resumed_run_bit_for_bit(tmp_path, monke
 
 def test_a_run_on_text_leaves_everything_in_its_folder(tmp_path, capsys):
     cfg = tiny_config(
-        tmp_path / "run", model__pattern="A-", model__vocab_size=257, data__source="files", data__path=str(ROOT / "hybrid_jax"),
-        data__validation_fraction=0.2, eval__batches=2, eval__every_steps=2, eval__ngram_order=2, eval__sample_tokens=5,
-        eval__sample_prompt="import ", train__profile_steps="2:3", log__every_steps=3, checkpoint__every_steps=2,
-    )  # fmt: skip
+        tmp_path / "run",
+        model__pattern="A-",
+        model__vocab_size=257,
+        data__source="files",
+        data__path=str(ROOT / "hybrid_jax"),
+        data__validation_fraction=0.2,
+        eval__batches=2,
+        eval__every_steps=2,
+        eval__ngram_order=2,
+        eval__sample_tokens=5,
+        eval__sample_prompt="import ",
+        train__profile_steps="2:3",
+        log__every_steps=3,
+        checkpoint__every_steps=2,
+    )
     train.run(cfg)
     out = capsys.readouterr().out
     folder = tmp_path / "run"
@@ -229,9 +231,7 @@ def test_a_run_on_text_leaves_everything_in_its_folder(tmp_path, capsys):
     assert lines[1]["learning_rate"] == 0.0 and lines[2]["learning_rate"] == pytest.approx(5e-3)
     assert lines[4]["tokens"] == 4 * 8 * 32
     assert 4 < lines[2]["validation_loss"] < 7 and "validation_loss" not in lines[3]
-    assert lines[4]["validation_loss_per_byte"] == pytest.approx(
-        lines[4]["validation_loss"]
-    )  # a byte a token
+    assert lines[4]["validation_loss_per_byte"] == pytest.approx(lines[4]["validation_loss"])  # a byte a token
     assert 1 < lines[4]["ngram_loss"] < 4 and "ngram_loss" not in lines[2]
     assert (folder / "sample.txt").read_text().startswith("import ")
     assert (folder / "sample.txt").read_text().strip() in out
@@ -300,9 +300,7 @@ sys.exit(stop.exit_code)
 )
 def test_first_signal_asks_and_second_ctrl_c_aborts(signals, code):
     arguments = [sys.executable, "-c", _HOLD] + ["wait"] * (len(signals) > 1)
-    with subprocess.Popen(
-        arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signals[0])
         assert process.stdout.readline() == "stopping\n"
@@ -314,12 +312,24 @@ def test_first_signal_asks_and_second_ctrl_c_aborts(signals, code):
     assert "stopping after this step" in said
 
 
-_PROCESS = """ import sys, time from pathlib import Path from tests.tiny import tiny_config from hybrid_jax
-import metrics, train folder, stop_at = sys.argv[1], int(sys.argv[2]) write = metrics.JsonlWriter.write def
-slowly(self, step, values):  # so that the test can send its signal in the middle write(self, step, values) if
-step > stop_at: time.sleep(0.5) metrics.JsonlWriter.write = slowly train.run(tiny_config(folder,
-train__steps=20, model__pattern="A-", eval__batches=1, eval__sample_tokens=3, eval__sample_prompt="1 2"))
+_PROCESS = """
+import sys, time
+from hybrid_jax import metrics, train
+from tests.test_train import small_run
+folder, stop_at = sys.argv[1], int(sys.argv[2])
+write = metrics.JsonlWriter.write
+def slowly(self, step, values):  # so that the test can send its signal in the middle
+    write(self, step, values)
+    if step > stop_at: time.sleep(0.5)
+metrics.JsonlWriter.write = slowly
+train.run(small_run(folder))
 """
+
+
+def small_run(folder):
+    """Of one process or two: a validation, checkpoints, a sample."""
+    sample = {"eval__sample_tokens": 3, "eval__sample_prompt": "1 2"}
+    return tiny_config(folder, train__steps=20, model__pattern="A-", eval__batches=1, **sample)
 
 
 def _start(folder, index, port, stop_at):
@@ -347,14 +357,7 @@ def _free_port():
 
 
 def test_two_processes_equal_one_stop_together_and_resume_as_one(tmp_path):
-    one = tiny_config(
-        tmp_path / "one",
-        train__steps=20,
-        model__pattern="A-",
-        eval__batches=1,
-        eval__sample_tokens=3,
-        eval__sample_prompt="1 2",
-    )
+    one = small_run(tmp_path / "one")
     train.run(one)
     port = _free_port()
     processes = [_start(tmp_path / "two", index, port, 5) for index in range(2)]
@@ -373,21 +376,12 @@ def test_two_processes_equal_one_stop_together_and_resume_as_one(tmp_path):
     assert "step  1/20" not in out[1]  # process 0 prints
     half = lines_of(tmp_path / "two")
     assert 6 <= len(half) < 20
-    two = tiny_config(
-        tmp_path / "two",
-        train__steps=20,
-        model__pattern="A-",
-        eval__batches=1,
-        eval__sample_tokens=3,
-        eval__sample_prompt="1 2",
-    )
+    two = small_run(tmp_path / "two")
     assert final_state(two)[1] == len(half)
     train.run(two)  # written by two processes, read by one
     expected, got = lines_of(one.workdir), lines_of(two.workdir)
     assert [line["step"] for line in got] == [line["step"] for line in expected]
     for name in ("loss", "grad_norm", "learning_rate"):
-        np.testing.assert_allclose(
-            [x[name] for x in got], [x[name] for x in expected], rtol=1e-5, err_msg=name
-        )
+        np.testing.assert_allclose([x[name] for x in got], [x[name] for x in expected], rtol=1e-5, err_msg=name)
     assert got[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=1e-5)
     assert (tmp_path / "one" / "sample.txt").read_text() == (tmp_path / "two" / "sample.txt").read_text()

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Dataset", "Tokenizer", "open", "prefetch"]
 
 
-def open(
-    data: "DataConfig", *, sequence_length: int, vocab_size: int, seed: int, split: str = "train"
-) -> Dataset:
+def open(data: "DataConfig", *, sequence_length: int, vocab_size: int, seed: int, split: str = "train") -> Dataset:
     """The training or validation split of the configured source, cut into windows of sequence_length tokens.
 
     vocab_size is the model's; every id is checked to lie below it. Raises UserError, naming the key, for a

@@ -66,10 +66,6 @@ class Dataset(Protocol):
 def check_rows(step: int, rows: Sequence[int], global_batch_size: int) -> np.ndarray:
     """Window numbers [len(rows)] int64 of these rows in the endless stream of windows."""
     index = np.asarray(rows, np.int64)
-    if (
-        step < 0
-        or index.ndim != 1
-        or (index.size and not 0 <= index.min() <= index.max() < global_batch_size)
-    ):
+    if step < 0 or index.ndim != 1 or (index.size and not 0 <= index.min() <= index.max() < global_batch_size):
         raise ValueError(f"step {step}, rows {rows}: outside a global batch of {global_batch_size} rows")
     return step * global_batch_size + index

@@ -91,9 +91,7 @@ def nats_per_token(train: Dataset, validation: Dataset, order: int, num_windows:
     text.
     """
     if not (isinstance(train, PackedDataset) and isinstance(validation, PackedDataset)):
-        raise UserError(
-            "config.eval.ngram_order: needs text to count; set it to 0 for data.source 'synthetic'"
-        )
+        raise UserError("config.eval.ngram_order: needs text to count; set it to 0 for data.source 'synthetic'")
     model = fit(train.store.tokens, _documents(train), order=order, vocab_size=train.tokenizer.vocab_size)
     p_N = model.probabilities(validation.store.tokens, _documents(validation))
     return float(-np.log(p_N[validation.predicted(num_windows)]).mean())
@@ -103,9 +101,7 @@ def _documents(dataset: PackedDataset) -> np.ndarray:
     return dataset.store.starts if dataset.isolate_documents else dataset.store.starts[[0, -1]]
 
 
-def _grams(
-    tokens_N: np.ndarray, starts: np.ndarray, order: int, vocab_size: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _grams(tokens_N: np.ndarray, starts: np.ndarray, order: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """N-grams within documents and where they end: ([M], indices [M]). The smallest dtype sorts fastest."""
     dtype = np.dtype(np.uint32 if vocab_size**order <= 2**32 else np.int64)
     if len(tokens_N) < order:

@@ -28,9 +28,7 @@ def permutation(size: int, *entropy: int) -> np.ndarray:
     return np.argsort(raw, kind="stable")
 
 
-def finish(
-    tokens_BT1: np.ndarray, segments_BT1: np.ndarray, isolate_documents: bool
-) -> dict[str, np.ndarray]:
+def finish(tokens_BT1: np.ndarray, segments_BT1: np.ndarray, isolate_documents: bool) -> dict[str, np.ndarray]:
     """Batch of rows of T+1 tokens whose documents are numbered from 1 (0 = padding). See `Dataset.batch`."""
     if not isolate_documents:
         segments_BT1 = (segments_BT1 > 0).astype(np.int32)
@@ -78,9 +76,7 @@ class PackedDataset:
         self._seed = seed
         self._training = training
         predicted = self.num_tokens - 1
-        self.num_windows = max(
-            1, predicted // sequence_length if training else -(-predicted // sequence_length)
-        )
+        self.num_windows = max(1, predicted // sequence_length if training else -(-predicted // sequence_length))
         self._order = functools.lru_cache(maxsize=_EPOCHS_KEPT)(self._make_order)  # safe between threads
         digest = hashlib.blake2b(digest_size=16)
         identity = (

@@ -22,9 +22,7 @@ class prefetch(Iterator[dict[str, np.ndarray]]):
     thread.
     """
 
-    def __init__(
-        self, dataset: Dataset, start_step: int, rows: Sequence[int], global_batch_size: int, depth: int = 2
-    ):
+    def __init__(self, dataset: Dataset, start_step: int, rows: Sequence[int], global_batch_size: int, depth: int = 2):
         if depth < 1:
             raise ValueError(f"depth {depth}: at least 1")
         self._ready: queue.Queue[dict[str, np.ndarray] | BaseException] = queue.Queue(depth)

@@ -65,9 +65,7 @@ def files(path: str, validation_fraction: float) -> Corpus:
     """
     kinds = ", ".join(ACCEPTED)
     if not path:
-        raise UserError(
-            f"config.data.path: empty; name a folder, a glob or a file ({kinds}) for source 'files'"
-        )
+        raise UserError(f"config.data.path: empty; name a folder, a glob or a file ({kinds}) for source 'files'")
     full = os.path.expanduser(path)
     if os.path.isdir(full):
         root, names = full, list(_walk(full, set()))
@@ -102,12 +100,8 @@ def _walk(root: str, skip: set[str]) -> Iterator[str]:
     """Relative paths of files under root, with forward slashes, sorted; hidden and cache folders left out."""
     names = []
     for folder, subfolders, inside in os.walk(root):
-        subfolders[:] = [
-            d for d in subfolders if d not in skip and d != "__pycache__" and not d.startswith(".")
-        ]
-        names += [
-            _posix(os.path.relpath(os.path.join(folder, n), root)) for n in inside if not n.startswith(".")
-        ]
+        subfolders[:] = [d for d in subfolders if d not in skip and d != "__pycache__" and not d.startswith(".")]
+        names += [_posix(os.path.relpath(os.path.join(folder, n), root)) for n in inside if not n.startswith(".")]
     return iter(sorted(names))
 
 

@@ -26,9 +26,7 @@ class SyntheticDataset:
     num_tokens = 0
     num_windows = 0
 
-    def __init__(
-        self, *, vocab_size: int, sequence_length: int, seed: int, training: bool, isolate_documents: bool
-    ):
+    def __init__(self, *, vocab_size: int, sequence_length: int, seed: int, training: bool, isolate_documents: bool):
         if vocab_size <= len(SUCCESSORS):
             raise UserError(
                 f"config.model.vocab_size: {vocab_size}: the synthetic source needs {len(SUCCESSORS) + 1} ids"
@@ -58,9 +56,7 @@ class SyntheticDataset:
         uniform_BT2 = np.empty((len(windows), length, 2))
         for row, window in enumerate(windows):
             uniform_BT2[row] = self._random(self._split, window, (length, 2))
-        choice_BT = np.searchsorted(
-            np.cumsum(SUCCESSORS)[:-1], (uniform_BT2[:, :, 0] - END) / (1 - END), "right"
-        )
+        choice_BT = np.searchsorted(np.cumsum(SUCCESSORS)[:-1], (uniform_BT2[:, :, 0] - END) / (1 - END), "right")
         end_BT = uniform_BT2[:, :, 0] < END
         start_BT = (uniform_BT2[:, :, 1] * self._alphabet).astype(np.int32)
         end_of_document = self.tokenizer.end_of_document
@@ -77,7 +73,5 @@ class SyntheticDataset:
 
     def _random(self, stream: int, index: int, shape: tuple[int, ...]) -> np.ndarray:
         """Uniform in [0, 1), float64."""
-        raw = np.random.Philox(np.random.SeedSequence([self._seed, stream, index])).random_raw(
-            int(np.prod(shape))
-        )
+        raw = np.random.Philox(np.random.SeedSequence([self._seed, stream, index])).random_raw(int(np.prod(shape)))
         return ((raw >> np.uint64(11)) * 2.0**-53).reshape(shape)

@@ -160,9 +160,7 @@ def cached_bpe(
     writable.
     """
     if vocab_size < 257:
-        raise UserError(
-            f"config.data.bpe_vocab_size: {vocab_size}: at least 257 (256 bytes and end of document)"
-        )
+        raise UserError(f"config.data.bpe_vocab_size: {vocab_size}: at least 257 (256 bytes and end of document)")
     tokenizers = _tokenizers()
     key = hashlib.blake2b(f"{_BPE_RECIPE} {vocab_size}".encode(), digest_size=16)
     for d in train:

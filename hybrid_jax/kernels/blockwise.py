@@ -1,13 +1,14 @@
 """A chunked recurrence over long rows, one block of chunks at a time, with its own VJP.
 
-A row of T tokens is cut into chunks of C = 64 tokens, and the chunks into at most BLOCKS = 8 blocks. Blocks are computed
-one after another; inside one, all chunks at once except for the short state scan. Temporary memory is thus about an
-eighth of what the whole row would need, and linear in T. The backward pass keeps only the inputs and the state that
-entered each block; it recomputes a block and differentiates that.
+A row of T tokens is cut into chunks of C = 64 tokens, and the chunks into at most BLOCKS = 8 blocks. Blocks
+are computed one after another; inside one, all chunks at once except for the short state scan. Temporary
+memory is thus about an eighth of what the whole row would need, and linear in T. The backward pass keeps only
+the inputs and the state that entered each block; it recomputes a block and differentiates that.
 
 Blocks are read from and written to [B,T,...] arrays in place, so the row as a whole is never transposed.
 
-Shapes: B batch, T time, H q/k heads, R value heads per q/k head, HV = H R, K key dim, V value dim, N chunks, C chunk.
+Shapes: B batch, T time, H q/k heads, R value heads per q/k head, HV = H R, K key dim, V value dim, N chunks,
+C chunk.
 """
 
 import functools
@@ -47,7 +48,7 @@ def _pad(x, cut):
 
 
 def _read(x, block, cut, heads=()):
-    """Block number `block` of x [B,T,...]: [N,B,C] or, with the head axis split into `heads`, [N,B,*heads,C,...]."""
+    """Block number `block` of x [B,T,...]: [N,B,*heads,C,...], its head axis (if any) split into `heads`."""
     x = jax.lax.dynamic_slice_in_dim(x, block * cut.tokens, cut.tokens, axis=1)
     x = x.reshape(x.shape[0], cut.chunks, cut.chunk, *heads, *x.shape[3:])
     order = (1, 0, *range(3, 3 + len(heads)), 2, *range(3 + len(heads), x.ndim))
@@ -62,7 +63,8 @@ def _write(buffer, x, block, cut):
     return jax.lax.dynamic_update_slice_in_dim(buffer, x, block * cut.tokens, axis=1)
 
 
-def _read_all(q, k, v, g, beta, starts, block, cut):
+def _read_all(row, block, cut):
+    q, k, v, g, beta, starts = row
     H = q.shape[2]
     grouped = (H, v.shape[2] // H)
     per_head = (_read(q, block, cut, (H,)), _read(k, block, cut, (H,)))
@@ -74,20 +76,19 @@ def _block(form, scale, inputs, state, starts):
     q, k, v, g, beta = inputs
     dtype = jnp.result_type(q, k, v)
     wide = accumulator(dtype)
-    return form(
-        scale, dtype, l2_normalize(q), l2_normalize(k), v.astype(wide), g.astype(wide), beta.astype(wide), state,
-        document_masks(starts),
-    )  # fmt: skip
+    q, k = l2_normalize(q), l2_normalize(k)
+    v, g, beta = v.astype(wide), g.astype(wide), beta.astype(wide)
+    return form(scale, dtype, q, k, v, g, beta, state, document_masks(starts))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def run(form: Callable, scale: float, q, k, v, g, beta, initial_state, segment_ids):
     """The whole row: `form` on each block of it.
 
-    form(scale, dtype, q [N,B,H,C,K], k, v [N,B,H,R,C,V], g [N,B,H,R,C,...], beta [N,B,H,R,C], state [B,H,R,K,V], Masks)
-    returns (o [N,B,H,R,C,V], state after the block); q and k arrive L2-normalised and everything in float32, dtype is
-    that in which matmul operands may be rounded (the type of q, k, v).
-    The arguments after `scale` and the results are those of kernels.gdn.gdn and kernels.kda.kda.
+    form(scale, dtype, q [N,B,H,C,K], k, v [N,B,H,R,C,V], g [N,B,H,R,C,...], beta [N,B,H,R,C], state
+    [B,H,R,K,V], Masks) returns (o [N,B,H,R,C,V], state after the block); q and k arrive L2-normalised and
+    everything in float32, dtype is that in which matmul operands may be rounded (the type of q, k, v). The
+    arguments after `scale` and the results are those of kernels.gdn.gdn and kernels.kda.kda.
     """
     return _run_forward(form, scale, q, k, v, g, beta, initial_state, segment_ids)[0]
 
@@ -101,7 +102,7 @@ def _run_forward(form, scale, q, k, v, g, beta, initial_state, segment_ids):
 
     def step(carry, block):
         state, o = carry
-        inputs, starts = _read_all(*row, block, cut)
+        inputs, starts = _read_all(row, block, cut)
         o_block, after = _block(form, scale, inputs, state, starts)
         return (after, _write(o, o_block, block, cut)), state
 
@@ -122,7 +123,7 @@ def _run_backward(form, scale, saved, cotangents):
     def step(carry, xs):
         d_state, grads = carry
         block, state = xs
-        inputs, starts = _read_all(*row, block, cut)
+        inputs, starts = _read_all(row, block, cut)
         _, pull = jax.vjp(lambda inputs, state: _block(form, scale, inputs, state, starts), inputs, state)
         d_o_block = _read(d_o, block, cut, (H, v.shape[2] // H)).astype(state.dtype)
         d_inputs, d_state = pull((d_o_block, d_state))

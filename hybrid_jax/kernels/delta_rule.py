@@ -1,12 +1,15 @@
-"""What the chunk forms of Gated DeltaNet and Kimi Delta Attention share: normalisation, document masks, dots, the state scan.
+"""What Gated DeltaNet and Kimi Delta Attention share: recurrence, document masks, dots and the state scan.
 
-The chunk form is the WY representation of arXiv:2406.06484, with gates as in arXiv:2412.06464 and arXiv:2510.26692.
+The chunk form is the WY representation of arXiv:2406.06484, with gates as in arXiv:2412.06464 and
+arXiv:2510.26692.
 
-Decay. A decay between two tokens is exp of a sum of gates g <= 0, always summed directly over the tokens between them
-and never taken as a difference of cumulative sums, and masked before exp. Its derivative is then the sum over exactly
-the token pairs that straddle a gate, with no i = j terms and nothing to cancel, so dg survives any decay.
+Decay. A decay between two tokens is exp of a sum of gates g <= 0, always summed directly over the tokens
+between them and never taken as a difference of cumulative sums, and masked before exp. Its derivative is then
+the sum over exactly the token pairs that straddle a gate, with no i = j terms and nothing to cancel, so dg
+survives any decay.
 
-Shapes: B batch, T time, H q/k heads, R value heads per q/k head, HV = H R, K key dim, V value dim, N chunks, C chunk.
+Shapes: B batch, T time, H q/k heads, R value heads per q/k head, HV = H R, K key dim, V value dim, N chunks,
+C chunk.
 """
 
 import functools
@@ -16,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from hybrid_jax.kernels import dispatch
+
 
 def accumulator(dtype) -> jnp.dtype:
     """float64 for float64, else float32: the type of states, gates, sums and inverses."""
@@ -29,8 +33,9 @@ def l2_normalize(x: jax.Array) -> jax.Array:
 
 
 def document_starts(segment_ids: jax.Array) -> jax.Array:
-    """[B,T] ids -> [B,T] bool, true where the id differs from the token before. The first token is never a start."""
-    return jnp.concatenate([jnp.zeros_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
+    """[B,T] ids -> [B,T] bool: the id differs from that of the token before (false for the first token)."""
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(changes, [(0, 0), (1, 0)])
 
 
 class Masks(NamedTuple):
@@ -86,8 +91,9 @@ dot.defvjp(_dot_forward, _dot_backward)
 def scan_states(dtype, w: jax.Array, u: jax.Array, kg: jax.Array, decay: jax.Array, state: jax.Array):
     """The sequential part: V' = U - W S and S <- decay S + KG^T V', chunk after chunk.
 
-    w, kg [N,B,H,R,C,K], u [N,B,H,R,C,V], decay [N,B,H,R,K or 1], state [B,H,R,K,V] float32. Matmul operands are rounded
-    to `dtype`. Returns (the state before each chunk [N,B,H,R,K,V], V' [N,B,H,R,C,V], the state after the last chunk).
+    w, kg [N,B,H,R,C,K], u [N,B,H,R,C,V], decay [N,B,H,R,K or 1], state [B,H,R,K,V] float32. Matmul operands
+    are rounded to `dtype`. Returns (the state before each chunk [N,B,H,R,K,V], V' [N,B,H,R,C,V], the state
+    after the last chunk).
     """
     return _scan_forward(dtype, w, u, kg, decay, state)[0]
 
@@ -129,12 +135,12 @@ scan_states.defvjp(_scan_forward, _scan_backward)
 
 
 def recurrence(q, k, v, g, beta, scale: float, initial_state: jax.Array, segment_ids: jax.Array):
-    """The gated delta rule token by token, with g [B,T,HV,K] a gate per key channel or [B,T,HV,1] one per head:
+    """The gated delta rule token by token; g [B,T,HV,K] is per key channel or [B,T,HV,1] per head:
 
         S <- exp(g_t) S;  S <- S + beta_t k_t (v_t - k_t^T S)^T;  o_t = scale q_t^T S.
 
-    Arguments and results are otherwise those of kernels.gdn.gdn. Computed in float64 where an input is float64, else in
-    float32; matrix products are exact (no TF32).
+    Arguments and results are otherwise those of kernels.gdn.gdn. Computed in float64 where an input is
+    float64, else in float32; matrix products are exact (no TF32).
     """
     dtype = accumulator(jnp.result_type(q, k, v))
     B, T, H, K = q.shape
@@ -163,14 +169,14 @@ def recurrence(q, k, v, g, beta, scale: float, initial_state: jax.Array, segment
     return jnp.moveaxis(o, 0, 1).reshape(v.shape).astype(v.dtype), state.reshape(B, HV, K, V)
 
 
-def call(op, backends, backend, q, k, v, g, beta, scale, initial_state, segment_ids, gate_shape):
-    """The public operations gdn and kda: checks shapes, fills in defaults, picks the backend, splits over devices."""
+def call(op, backends, backend, q, k, v, g, beta, gate_shape, scale, initial_state, segment_ids):
+    """gdn and kda: checks shapes, fills in defaults, picks the backend, splits rows over devices."""
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"{op}: q {q.shape} must be [B, T, H, K] and v {v.shape} [B, T, HV, V]")
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     if T < 1 or H < 1 or HV % H:
-        raise ValueError(f"{op}: needs T >= 1 and value heads that divide over q/k heads, got T={T}, {HV} over {H}")
+        raise ValueError(f"{op}: needs T >= 1 and HV a multiple of H, got T={T}, HV={HV}, H={H}")
     expected = {"k": (k, q.shape), "v": (v, (B, T, HV, V)), "g": (g, gate_shape), "beta": (beta, (B, T, HV))}
     expected |= {"initial_state": (initial_state, (B, HV, K, V)), "segment_ids": (segment_ids, (B, T))}
     for name, (value, shape) in expected.items():

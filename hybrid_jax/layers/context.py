@@ -24,16 +24,6 @@ class Context:
     backend: str = dataclasses.field(default="auto", metadata={"static": True})
 
 
-def number_documents(segment_ids: jax.Array) -> jax.Array:
-    """segment_ids [B, T] renumbered 0, 1, ... along each row, so that a change of id is a new document.
-
-    Attention compares ids, recurrences look for changes: after this both see the same borders even where an id
-    returns later in the row.
-    """
-    new = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return jnp.pad(jnp.cumsum(new, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-
-
 def count_positions(documents: jax.Array) -> jax.Array:
     """positions [B, T] i32 that restart at 0 where `documents` [B, T] changes."""
     T = documents.shape[1]

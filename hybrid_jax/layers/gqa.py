@@ -52,15 +52,13 @@ class GQA(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cfg.rope, ctx.positions), rotate(k, cfg.rope, ctx.positions)
         offset: int | jax.Array = 0
-        if state is not None:
+        if state is not None and ctx.length is not None:
             offset = ctx.length
             k = jax.lax.dynamic_update_slice_in_dim(state["k"], k, offset, axis=1)
             v = jax.lax.dynamic_update_slice_in_dim(state["v"], v, offset, axis=1)
             state = {"k": k, "v": v}
         q, k, v = (checkpoint_name(a, MIXER_IN) for a in (q, k, v))
-        o = attention(
-            q, k, v, scale=K**-0.5, segment_ids=ctx.segment_ids, q_offset=offset, backend=ctx.backend
-        )
+        o = attention(q, k, v, scale=K**-0.5, segment_ids=ctx.segment_ids, q_offset=offset, backend=ctx.backend)
         o = checkpoint_name(o, MIXER_OUT)
         if cfg.output_gate:
             compute = jnp.promote_types(o.dtype, jnp.float32)

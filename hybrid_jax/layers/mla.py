@@ -60,7 +60,7 @@ class MLA(nnx.Module):
         k_rope = rotate(k_rope[:, :, None], cfg.rope, ctx.positions)[:, :, 0]
         q = jnp.concatenate([q[..., :N], rotate(q[..., N:], cfg.rope, ctx.positions)], axis=-1)
         offset: int | jax.Array = 0
-        if state is not None:
+        if state is not None and ctx.length is not None:
             offset = ctx.length
             latent = jax.lax.dynamic_update_slice_in_dim(state["latent"], latent, offset, axis=1)
             k_rope = jax.lax.dynamic_update_slice_in_dim(state["k_rope"], k_rope, offset, axis=1)

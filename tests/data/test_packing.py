@@ -57,9 +57,7 @@ def test_rows_equal_a_plain_loop(length, training, isolate):
     order = permutation(len(documents), 1, 1, 0) if training else range(len(documents))
     windows = permutation(count, 2, 1, 0) if training else permutation(count, 3)
     stream = [(token, n) for n, d in enumerate(order) for token in documents[d]]
-    assert (
-        count == (len(stream) - 1) // length if training else 0 <= count * length - len(stream) + 1 < length
-    )
+    assert count == (len(stream) - 1) // length if training else 0 <= count * length - len(stream) + 1 < length
     batch = all_windows(dataset)
     for row, window in enumerate(windows.tolist()):
         begin, tokens = window * length, batch["tokens"][row].tolist()

@@ -156,9 +156,7 @@ def test_errors_name_the_key(tmp_path):
         lambda: open_files(folder, split="validation", validation_fraction=0.0)
     )
     assert "config.data.source" in one_line_error(
-        lambda: data.open(
-            dataclasses.replace(config, source="web"), sequence_length=8, vocab_size=300, seed=1
-        )
+        lambda: data.open(dataclasses.replace(config, source="web"), sequence_length=8, vocab_size=300, seed=1)
     )
     with pytest.raises(ValueError, match="split"):
         open_files(folder, split="test")

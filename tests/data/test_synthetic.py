@@ -16,9 +16,7 @@ def make(vocab_size=64, *, seed=1, split="train", length=128, isolate=True):
 def test_ids_fit_the_vocabulary_and_rows_are_packed(vocab_size):
     dataset = make(vocab_size)
     batch = dataset.batch(3, range(32), 32)
-    tokens, targets, segments, positions = (
-        batch[k] for k in ("tokens", "targets", "segment_ids", "positions")
-    )
+    tokens, targets, segments, positions = (batch[k] for k in ("tokens", "targets", "segment_ids", "positions"))
     assert tokens.min() >= 0 and max(tokens.max(), targets.max()) < vocab_size
     end = tokens == dataset.tokenizer.end_of_document
     assert end.any()

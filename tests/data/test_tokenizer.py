@@ -28,9 +28,7 @@ def folder(tmp_path):
 
 def open_bpe(folder, *, split="train", vocab_size=400, **settings):
     settings = {"cache_dir": str(folder / "cache"), "bpe_vocab_size": 320, **settings}
-    config = DataConfig(
-        source="files", path=str(folder), tokenizer="bpe", validation_fraction=0.3, **settings
-    )
+    config = DataConfig(source="files", path=str(folder), tokenizer="bpe", validation_fraction=0.3, **settings)
     return data.open(config, sequence_length=16, vocab_size=vocab_size, seed=1, split=split)
 
 

@@ -182,7 +182,7 @@ def test_short_sequences(length):
 
 
 def rope(x, positions, theta, style):
-    """x [B, T, ..., R] turned by position x theta^(-2i/R): pairs (2i, 2i+1) or (i, i + R/2), or not turned."""
+    """x [B, T, ..., R] turned by position x theta^(-2i/R): pairs (2i, 2i+1) or (i, i + R/2), or not."""
     if style is None:
         return x
     R = x.shape[-1]

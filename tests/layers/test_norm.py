@@ -15,9 +15,9 @@ OPS = pathlib.Path(__file__).parents[1] / "golden" / "ops"
 CASES = {
     "gnorm_silu": lambda x, z, w: norm_then_gate(x, z, w, 1e-6, "silu"),
     "gnorm_sigmoid": lambda x, z, w: norm_then_gate(x, z, w, 1e-6, "sigmoid"),
-    "gnorm_mamba2": lambda x, z, w: gate_then_norm(
-        x.reshape(2, 7, 48), z.reshape(2, 7, 48), w, 1e-5, 2
-    ).reshape(x.shape),
+    "gnorm_mamba2": lambda x, z, w: gate_then_norm(x.reshape(2, 7, 48), z.reshape(2, 7, 48), w, 1e-5, 2).reshape(
+        x.shape
+    ),
 }
 
 

@@ -67,6 +67,4 @@ def _check_shapes(q, k, v, segment_ids, decoding: bool) -> None:
     if not decoding and k.shape[1] < T:
         raise ValueError(f"attention: {T} queries from position 0 but only {k.shape[1]} keys")
     if segment_ids is not None and (decoding or k.shape[1] != T or segment_ids.shape != (B, T)):
-        raise ValueError(
-            f"attention: segment_ids {segment_ids.shape} must be {(B, T)}, with q_offset=0 and {T} keys"
-        )
+        raise ValueError(f"attention: segment_ids {segment_ids.shape} must be {(B, T)}, with q_offset=0 and {T} keys")

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_jax.kernels.attention.reference import count_documents
+from hybrid_jax.kernels.documents import number_documents
 
 _LONG = 2048
 _SMALLEST = 128  # shorter blocks leave a GPU's matrix units idle
@@ -29,7 +29,7 @@ def attention_chunked(q, k, v, segment_ids, scale: float):
     B, T, H, K = q.shape
     G = k.shape[2]
     block_q, block_k = block_sizes(T)
-    documents = count_documents(segment_ids)
+    documents = number_documents(segment_ids)
     pad = -T % max(block_q, block_k)
     if pad:
         q, k, v = (jnp.pad(z, ((0, 0), (0, pad), (0, 0), (0, 0))) for z in (q, k, v))

@@ -7,11 +7,7 @@ K key dim, V value dim.
 import jax
 import jax.numpy as jnp
 
-
-def count_documents(segment_ids: jax.Array) -> jax.Array:
-    """segment_ids [B, T] -> the changes of id up to each token [B, T] i32: 0 in the first document."""
-    new = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return jnp.pad(jnp.cumsum(new, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+from hybrid_jax.kernels.documents import number_documents
 
 
 def attention_reference(q, k, v, segment_ids, scale: float, q_offset: int | jax.Array = 0):
@@ -24,7 +20,7 @@ def attention_reference(q, k, v, segment_ids, scale: float, q_offset: int | jax.
     s_BGRTS = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k, precision=highest, preferred_element_type=compute)
     seen = q_offset + jnp.arange(T)[:, None] >= jnp.arange(S)
     if segment_ids is not None:
-        doc_BT = count_documents(segment_ids)
+        doc_BT = number_documents(segment_ids)
         seen = seen & (doc_BT[:, :, None] == doc_BT[:, None, :])[:, None, None]
     # Every query sees at least itself, so no row is all -inf.
     p_BGRTS = jax.nn.softmax(jnp.where(seen, s_BGRTS * scale, -jnp.inf), axis=-1).astype(v.dtype)

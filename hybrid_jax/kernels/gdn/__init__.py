@@ -24,16 +24,17 @@ def gdn(
     segment_ids: jax.Array | None = None,
     backend: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """S <- exp(g_t) S;  S <- S + beta_t k_t (v_t - k_t^T S)^T;  o_t = scale q_t^T S, from S = initial_state or 0.
+    """S <- exp(g_t) S;  S <- S + beta_t k_t (v_t - k_t^T S)^T;  o_t = scale q_t^T S, from initial_state or 0.
 
-    q, k [B, T, H, K], raw: they are divided by sqrt(sum x^2 + 1e-6) here. v [B, T, HV, V]; value head i uses q/k head
-    i // (HV / H). g [B, T, HV] fp32, the natural logarithm of the decay, <= 0. beta [B, T, HV], up to 2.
-    scale: K^-0.5 when None. initial_state [B, HV, K, V] fp32.
-    segment_ids [B, T] int: a change of id starts a new document, whose state starts from zero. initial_state enters
-    the first document of a row only; the final state is that of its last document.
+    q, k [B, T, H, K], raw: they are divided by sqrt(sum x^2 + 1e-6) here. v [B, T, HV, V]; value head i uses
+    q/k head i // (HV / H). g [B, T, HV] fp32, the natural logarithm of the decay, <= 0. beta [B, T, HV], up
+    to 2. scale: K^-0.5 when None. initial_state [B, HV, K, V] fp32. segment_ids [B, T] int: a change of id
+    starts a new document, whose state starts from zero. initial_state enters the first document of a row
+    only; the final state is that of its last document.
 
-    Returns o [B, T, HV, V] in v's dtype and the final state [B, HV, K, V] in fp32 (float64 where v is float64).
-    bf16 inputs: matmul operands are rounded to bf16; sums, states, gates and inverses stay fp32.
+    Returns o [B, T, HV, V] in v's dtype and the final state [B, HV, K, V] in fp32 (float64 where v is
+    float64). bf16 inputs: matmul operands are rounded to bf16; sums, states, gates and inverses stay fp32.
     Raises ValueError when shapes do not fit, UserError for a backend that does not exist.
     """
-    return delta_rule.call("gdn", BACKENDS, backend, q, k, v, g, beta, scale, initial_state, segment_ids, v.shape[:3])
+    options = (scale, initial_state, segment_ids)
+    return delta_rule.call("gdn", BACKENDS, backend, q, k, v, g, beta, v.shape[:3], *options)

@@ -1,14 +1,15 @@
 """Gated DeltaNet in chunks (arXiv:2412.06464): matrix products inside a chunk, a short scan between chunks.
 
-Inside a chunk entered with state S, with D_ij = exp(g_{j+1} + ... + g_i) for j <= i in one document (0 elsewhere) and
-gamma_i the decay from the chunk's start to token i:
+Inside a chunk entered with state S, with D_ij = exp(g_{j+1} + ... + g_i) for j <= i in one document (0
+elsewhere) and gamma_i the decay from the chunk's start to token i:
 
     T  = (I + stril(beta_i (k_i . k_j) D_ij))^-1
     V' = T (beta V) - T (beta gamma K) S                  what each token really adds to the state
     o  = scale (gamma Q) S + scale (Q K^T * D) V'
     S <- gamma_C S + (D_C K)^T V'
 
-Shapes: B batch, T time, H q/k heads, R value heads per q/k head, HV = H R, K key dim, V value dim, N chunks, C chunk.
+Shapes: B batch, T time, H q/k heads, R value heads per q/k head, HV = H R, K key dim, V value dim, N chunks,
+C chunk.
 """
 
 import jax

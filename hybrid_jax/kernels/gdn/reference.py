@@ -1,4 +1,4 @@
-"""Gated DeltaNet token by token: the recurrence itself, differentiable, in float64 where an input is float64.
+"""Gated DeltaNet token by token: the recurrence itself, in float64 where an input is float64.
 
 Shapes: B batch, T time, H q/k heads, R value heads per q/k head, HV = H R, K key dim, V value dim.
 """

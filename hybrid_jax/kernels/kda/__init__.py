@@ -24,10 +24,11 @@ def kda(
     segment_ids: jax.Array | None = None,
     backend: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """S <- diag(exp(g_t)) S;  S <- S + beta_t k_t (v_t - k_t^T S)^T;  o_t = scale q_t^T S, from initial_state or 0.
+    """S <- diag(exp(g_t)) S;  S <- S + beta_t k_t (v_t - k_t^T S)^T;  o_t = scale q_t^T S.
 
-    g [B, T, HV, K] fp32: the natural logarithm of each key channel's decay, <= 0 and otherwise of any size. All other
-    arguments, the results and the errors raised are those of kernels.gdn.gdn.
+    g [B, T, HV, K] fp32: the natural logarithm of each key channel's decay, <= 0 and otherwise of any size.
+    All other arguments, the results and the errors raised are those of kernels.gdn.gdn.
     """
     gate_shape = (*v.shape[:3], q.shape[-1])
-    return delta_rule.call("kda", BACKENDS, backend, q, k, v, g, beta, scale, initial_state, segment_ids, gate_shape)
+    options = (scale, initial_state, segment_ids)
+    return delta_rule.call("kda", BACKENDS, backend, q, k, v, g, beta, gate_shape, *options)

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention token by token: the recurrence itself, differentiable, in float64 where an input is float64."""
+"""Kimi Delta Attention token by token: the recurrence itself, in float64 where an input is float64."""
 
 import jax
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from hybrid_jax.kernels.mamba2.reference import count_documents
+from hybrid_jax.kernels.documents import number_documents
 
 _BLOCKS = 8
 
@@ -38,7 +38,7 @@ def ssd_chunked(x, dt, A, B, C, D, initial_state, segment_ids, chunk_size: int):
     per_block = -(-chunks // _BLOCKS)
     length = per_block * chunk
     pad = -T % length
-    documents = count_documents(segment_ids)
+    documents = number_documents(segment_ids)
     if pad:  # dt = 0 neither decays nor writes
         x, dt, B, C = (jnp.pad(z, ((0, 0), (0, pad)) + ((0, 0),) * (z.ndim - 2)) for z in (x, dt, B, C))
         documents = jnp.pad(documents, ((0, 0), (0, pad)), mode="edge")

@@ -6,11 +6,7 @@ Shapes: B batch, T time, H heads, G groups, R heads in a group (H = G R), P head
 import jax
 import jax.numpy as jnp
 
-
-def count_documents(segment_ids: jax.Array) -> jax.Array:
-    """segment_ids [B, T] -> the changes of id up to each token [B, T] i32: 0 in the first document."""
-    new = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return jnp.pad(jnp.cumsum(new, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+from hybrid_jax.kernels.documents import number_documents
 
 
 def ssd_reference(x, dt, A, B, C, D, initial_state, segment_ids, chunk_size: int = 0):
@@ -21,7 +17,7 @@ def ssd_reference(x, dt, A, B, C, D, initial_state, segment_ids, chunk_size: int
     R = H // G
     compute = jnp.promote_types(x.dtype, jnp.float32)
     highest = jax.lax.Precision.HIGHEST
-    documents = count_documents(segment_ids)
+    documents = number_documents(segment_ids)
     new = jnp.pad(documents[:, 1:] != documents[:, :-1], ((0, 0), (1, 0)))
     a_BTH = (dt * A).astype(compute)
 

@@ -1,0 +1,29 @@
+"""Sets the environment that launch.py would set, before any test imports jax, and skips what cannot run here."""
+
+import importlib.util
+import os
+
+import pytest
+
+from hybrid_jax import platform
+
+
+def pytest_configure(config):
+    on_gpu = config.option.markexpr == "gpu"
+    if not on_gpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    platform.prepare("gpu" if on_gpu else "cpu")
+
+
+def pytest_collection_modifyitems(items):
+    if importlib.util.find_spec("torch") is None:
+        skip = pytest.mark.skip(reason="torch is not installed")
+        for item in items:
+            if item.get_closest_marker("torch"):
+                item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter):
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "torch is not installed" in str(r.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} tests marked torch were skipped: torch is not installed")

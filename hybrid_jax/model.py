@@ -86,9 +86,10 @@ class Model:
 
     @functools.cached_property
     def _parts(self) -> tuple[str, int, str]:
-        """(period, repeats, tail) of the layout."""
+        """(period, repeats, tail) of the layout; what does not repeat is all tail."""
         layout = self.cfg.layout
-        return pattern_lib.period(layout) if self.cfg.scan_layers else ("", 0, layout)
+        unit, repeats, tail = pattern_lib.period(layout)
+        return (unit, repeats, tail) if self.cfg.scan_layers and repeats > 1 else ("", 0, layout)
 
     @functools.cached_property
     def _definitions(self) -> dict[str, tuple]:

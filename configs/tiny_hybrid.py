@@ -12,7 +12,7 @@ import ml_collections
 from hybrid_jax import recipes
 from hybrid_jax.config import default_config
 
-STEPS = 320
+STEPS = 480
 
 
 def get_config(variant: str = "") -> ml_collections.ConfigDict:

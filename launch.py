@@ -131,12 +131,12 @@ def run(arguments: list[str]) -> int:
         _show(report.dry_run(config) + "\n\nActivations come on top; --dry_run=compile tells how much.")
         return 0
     start_devices(values)
+    if values.dry_run == "compile":  # allocates no parameters, so the next check is not for it
+        return compile_only(config)
     if config_file.split(values.config)[1] == "smoke":
         from hybrid_jax import report
 
         report.check_memory(config)
-    if values.dry_run == "compile":
-        return compile_only(config)
     from hybrid_jax import train
 
     train.run(config)

@@ -158,8 +158,8 @@ class TrainConfig:
     sequence_length: int = key(2048, "tokens per row")
     seed: int = key(42, "of the initial weights and the data order")
     compute_dtype: str = key("bfloat16", "of activations and matmuls", ("bfloat16", "float32"))
-    max_bad_steps: int = key(10, "non-finite steps in a row that end the run")
-    profile_steps: str = key("", "first:last, steps written as a jax.profiler trace")
+    max_bad_steps: int = key(10, "non-finite steps in a row that end the run (each is skipped: no update, no schedule)")
+    profile_steps: str = key("", "first:last, both included, steps written as a jax.profiler trace")
 
 
 @dataclasses.dataclass(frozen=True)

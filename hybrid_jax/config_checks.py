@@ -11,6 +11,8 @@ from typing import Any
 from hybrid_jax.config import Config, DataConfig, MeshConfig, ModelConfig, RopeConfig
 from hybrid_jax.errors import UserError
 
+MAX_LENGTH = 4_194_304  # hybrid_jax/layers/rotary.py has positions below this; a test holds the two together
+
 
 def check(config: Config) -> None:
     """Raises UserError for the first key of a whole run that cannot work."""
@@ -80,6 +82,14 @@ def _check_rope(where: str, rope: RopeConfig, head_dim: int, head_key: str) -> N
             )
 
 
+def _rotates(model: ModelConfig) -> bool:
+    """Whether any sublayer of the stack has rotary positions."""
+    mla, gqa, layout = model.mla, model.gqa, model.layout
+    return ("*" in layout and mla.qk_rope_head_dim > 0 and mla.rope.style != "none") or (
+        "A" in layout and gqa.rope.style != "none"
+    )
+
+
 def _check_delta(model: ModelConfig, symbol: str) -> None:
     """Gated DeltaNet ("G") and Kimi Delta Attention ("K")."""
     name = {"G": "gdn", "K": "kda"}[symbol]
@@ -110,15 +120,28 @@ def _check_train(config: Config) -> None:
     train, optimizer = config.train, config.optimizer
     _positive("config.train", train, "steps", "global_batch_size", "sequence_length", "max_bad_steps")
     _not_negative("config.train", train, "micro_batch_size", "seed")
+    if train.sequence_length >= MAX_LENGTH and _rotates(config.model):
+        raise UserError(
+            f"config.train.sequence_length: {train.sequence_length} tokens, but the rotary tables end there; use "
+            f"less than {MAX_LENGTH}, or set rope.style to none"
+        )
     if train.micro_batch_size > train.global_batch_size:
         raise UserError(
             f"config.train.micro_batch_size: {train.micro_batch_size} rows a device at once, but the whole "
             f"step has {train.global_batch_size}; lower it, or set 0 for the device's whole share"
         )
     if train.profile_steps:
-        match = re.fullmatch(r"(\d+):(\d+)", train.profile_steps)
-        if not match or int(match[1]) >= int(match[2]):
-            raise UserError(f"config.train.profile_steps: {train.profile_steps!r} is not first:last, such as 10:13")
+        match = re.fullmatch(r"([0-9]+):([0-9]+)", train.profile_steps)
+        if not match or not 1 <= int(match[1]) <= int(match[2]):
+            raise UserError(
+                f"config.train.profile_steps: {train.profile_steps!r} is not first:last with 1 <= first <= last, "
+                "such as 10:13 (steps count from 1)"
+            )
+        if int(match[1]) > train.steps:
+            raise UserError(
+                f"config.train.profile_steps: {train.profile_steps!r} begins after the last step; use steps up to "
+                f"train.steps {train.steps}"
+            )
     _positive("config.optimizer", optimizer, "learning_rate", "eps")
     _not_negative(
         "config.optimizer",
@@ -172,6 +195,10 @@ def _check_logistics(config: Config) -> None:
     _not_negative("config.checkpoint", config.checkpoint, "every_steps")
     _positive("config.checkpoint", config.checkpoint, "keep")
     _positive("config.log", config.log, "every_steps")
+    if config.kernels.backend == "triton":
+        raise UserError(
+            "config.kernels.backend: no operation has a 'triton' implementation yet; use auto, chunked or reference"
+        )
     mesh = config.mesh
     if mesh.data != -1 and mesh.data < 1:
         raise UserError(f"config.mesh.data: {mesh.data} devices; give a positive number, or -1 for all that are left")

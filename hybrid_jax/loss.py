@@ -10,9 +10,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from hybrid_jax.kernels import dispatch
+from hybrid_jax.kernels.precision import accumulator
 
 IGNORE = -1  # a target that does not count
 _LOGIT_BYTES = 2**31  # of one chunk, fp32
@@ -32,7 +32,7 @@ def _chunk(x_CxD, w_VxD, target_C, z_loss, gradients: bool):
     """Sums over one chunk of (cross entropy + z loss, z loss), and with `gradients` those with respect to x and w."""
     precision = jax.lax.Precision.HIGHEST if x_CxD.dtype == jnp.float32 else None
     dot = functools.partial(jax.lax.dot_general, precision=precision)
-    f32 = jnp.promote_types(x_CxD.dtype, jnp.float32)
+    f32 = accumulator(x_CxD.dtype)
     logits_CxV = dot(x_CxD, w_VxD, (((1,), (1,)), ((), ())), preferred_element_type=f32)
     counts_C = target_C != IGNORE
     lse_C = jax.nn.logsumexp(logits_CxV, axis=1)
@@ -59,7 +59,7 @@ def _scan(x, w, targets, z_loss, chunk, gradients):
     x_NxCxD = jnp.pad(x, ((0, N * chunk - tokens), (0, 0))).reshape(N, chunk, D)
     target_NxC = jnp.pad(targets, (0, N * chunk - tokens), constant_values=IGNORE).reshape(N, chunk)
     w_VxD = w.astype(x.dtype)
-    zero = jnp.zeros((), jnp.promote_types(x.dtype, jnp.float32))
+    zero = jnp.zeros((), accumulator(x.dtype))
 
     def body(carry, inputs):
         nll, z, dw = carry
@@ -114,10 +114,5 @@ def linear_cross_entropy(
         sums = _loss_sums(flat, w_VxD, targets_BxT.reshape(tokens), z_loss, size)
         return tuple(s[None] for s in sums)
 
-    axes = dispatch.batch_axes()
-    if axes:
-        split, whole = PartitionSpec(axes), PartitionSpec()
-        mesh = jax.sharding.get_abstract_mesh()
-        rows = jax.shard_map(rows, mesh=mesh, in_specs=(split, split, whole), out_specs=split, check_vma=False)
-    nll, z = rows(x, targets, w)
+    nll, z = dispatch.over_batch(rows)(x, targets, replicated=(w,))
     return jnp.sum(nll), jnp.sum(z)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -106,7 +107,7 @@ class WandbWriter:
 
         # One id per run folder, so that a resumed run goes on in the same curve.
         id_file = folder / "wandb_id"
-        run_id = id_file.read_text().strip() if id_file.exists() else wandb.util.generate_id()
+        run_id = id_file.read_text().strip() if id_file.exists() else secrets.token_hex(4)
         id_file.write_text(run_id)
         self._run = wandb.init(
             project=cfg.log.wandb_project,
@@ -117,9 +118,12 @@ class WandbWriter:
             resume="allow",
             config=config_lib.to_dict(cfg),
         )
+        # W&B's own step only goes up: it would drop, in silence, the steps that a resumed run does again.
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Values) -> None:
-        self._run.log({name: value for name, value in values.items() if isinstance(value, (int, float))}, step=step)
+        numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        self._run.log({"step": step, **numbers})
 
     def close(self) -> None:
         self._run.finish()

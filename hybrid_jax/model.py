@@ -16,8 +16,10 @@ from flax import nnx
 
 from hybrid_jax import pattern as pattern_lib
 from hybrid_jax.config import ModelConfig
+from hybrid_jax.kernels import RESIDUAL
 from hybrid_jax.kernels.documents import number_documents
-from hybrid_jax.layers.context import MIXER_IN, MIXER_OUT, Context, count_positions
+from hybrid_jax.kernels.precision import upcast
+from hybrid_jax.layers.context import MIXER_IN, Context, count_positions
 from hybrid_jax.layers.gdn import GDN
 from hybrid_jax.layers.gqa import GQA
 from hybrid_jax.layers.kda import KDA
@@ -52,24 +54,25 @@ class Sublayer(nnx.Module):
     def __call__(self, x: jax.Array, ctx: Context, state=None):
         h = self.norm(x) if hasattr(self, "norm") else x
         if hasattr(self, "mlp"):
-            y, state = self.mlp(h), None
+            y = self.mlp(h)
         else:
             y, state = self.mixer(h, ctx, state)
         return x + y, state
 
 
-def _remat(fn, policy: str):
+def _remat(fn, policy: str, in_scan: bool):
     """`fn` under the policy of config.model.remat. The backward pass recomputes nothing (none), all but matrix
-    products (dots), all but the inputs and outputs of the sequence operations (names), or all (full).
+    products (dots), all but what goes into the sequence operations and what they keep (names), or all (full).
     """
     if policy == "none":
         return fn
     policies = {
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        "names": jax.checkpoint_policies.save_only_these_names(MIXER_IN, MIXER_OUT),
+        "names": jax.checkpoint_policies.save_only_these_names(MIXER_IN, RESIDUAL),
         "full": jax.checkpoint_policies.nothing_saveable,
     }
-    return jax.checkpoint(fn, policy=policies[policy], prevent_cse=False)
+    # In a scan XLA cannot merge the recomputation with the forward pass; elsewhere it would.
+    return jax.checkpoint(fn, policy=policies[policy], prevent_cse=not in_scan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,11 +157,11 @@ class Model:
         def train(symbol: str, weights: Params, x, ctx: Context):
             return apply(symbol, weights, x, ctx, None)[0]
 
-        def through(symbols: str, weights: Params, x, state):
+        def through(symbols: str, weights: Params, x, state, in_scan: bool):
             new = {}
             for i, symbol in enumerate(symbols):
                 if state is None:
-                    x = _remat(functools.partial(train, symbol), self.cfg.remat)(weights[str(i)], x, ctx)
+                    x = _remat(functools.partial(train, symbol), self.cfg.remat, in_scan)(weights[str(i)], x, ctx)
                 else:
                     x, new[str(i)] = apply(symbol, weights[str(i)], x, ctx, state[str(i)])
             return x, (new if state is not None else None)
@@ -169,10 +172,10 @@ class Model:
                 continue
             state = None if states is None else states[name]
             if name == "layers":
-                body = lambda x, xs: through(symbols, xs[0], x, xs[1])  # noqa: B023,E731
+                body = lambda x, xs: through(symbols, xs[0], x, xs[1], True)  # noqa: B023,E731
                 x, new_states[name] = jax.lax.scan(body, x, (params[name], state))
             else:
-                x, new_states[name] = through(symbols, params[name], x, state)
+                x, new_states[name] = through(symbols, params[name], x, state, False)
         return x, new_states
 
     def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:
@@ -198,7 +201,7 @@ class Model:
     def logits(self, params: Params, tokens: jax.Array, segment_ids=None, positions=None) -> jax.Array:
         """[B, T, V] fp32. For short inputs: training goes through `loss`, which never holds this array."""
         x = self.hidden(params, tokens, segment_ids, positions)
-        return matmul(x, self._head(params).T).astype(jnp.promote_types(x.dtype, jnp.float32))
+        return upcast(matmul(x, self._head(params).T))
 
     def loss(self, params: Params, batch: dict[str, jax.Array], total_count=None):
         """Mean next-token cross entropy (nats) and its parts.
@@ -252,5 +255,5 @@ class Model:
         inner = {k: v for k, v in states.items() if k != "length"}
         x, new = self._stack(params, self._embed(params, tokens), ctx, inner)
         x = rms_norm(x[:, -1], params["norm"]["weight"], self.cfg.norm_eps)
-        logits = matmul(x, self._head(params).T).astype(jnp.promote_types(x.dtype, jnp.float32))
+        logits = upcast(matmul(x, self._head(params).T))
         return logits, {**new, "length": states["length"] + T}

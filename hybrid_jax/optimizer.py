@@ -5,6 +5,9 @@ absolute steps, cosine to a minimum, coefficient min(1, clip / (norm + 1e-6)). D
 -= lr * (m / (sqrt(v) + eps) + decay * p). Which parameters decay is decided by name and by the rank of ONE
 layer's parameter, never by the rank of the stacked array: parameters under "layers" carry one extra leading
 axis (repeats of the pattern's period).
+
+The schedule counts updates, not steps: an update that is skipped because it is not finite leaves the state,
+and with it `count`, as it was, so the next one has the same learning rate.
 """
 
 from __future__ import annotations

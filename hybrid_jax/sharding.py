@@ -8,6 +8,7 @@ their parameter's.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hybrid_jax import config_checks
 from hybrid_jax.errors import UserError
+from hybrid_jax.kernels.dispatch import BATCH_AXES
+from hybrid_jax.optimizer import STACKED, path_str
 
 if TYPE_CHECKING:
     from hybrid_jax.config import MeshConfig
@@ -25,7 +28,6 @@ PyTree = Any
 Table = Sequence[tuple[str, PartitionSpec]]
 
 AXES = ("data", "fsdp", "tensor")
-BATCH_AXES = ("data", "fsdp")
 
 # (regex that must match the END of a dotted parameter path, spec of ONE layer's parameter); the first match
 # wins.
@@ -45,7 +47,7 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 def batch_ways(mesh: Mesh) -> int:
     """Number of parts into which the rows of a batch are split."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -63,7 +65,7 @@ def spec_of(path: str, rank: int, table: Table = TABLE) -> PartitionSpec:
     if found is None:
         raise UserError(f"sharding: no rule for the parameter {path}; add one to hybrid_jax/sharding.py")
     pattern, spec = found
-    stacked = "layers" in path.split(".")
+    stacked = STACKED in path.split(".")
     if not any(spec):
         return PartitionSpec()
     spec = PartitionSpec(None, *spec) if stacked else spec
@@ -76,8 +78,7 @@ def shardings(tree: PyTree, mesh: Mesh, table: Table = TABLE) -> PyTree:
     """NamedShardings for a tree of arrays or ShapeDtypeStructs (parameters, moments, a whole train state)."""
 
     def one(path: tuple[Any, ...], x: Any) -> NamedSharding:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return NamedSharding(mesh, spec_of(name, len(x.shape), table))
+        return NamedSharding(mesh, spec_of(path_str(path), len(x.shape), table))
 
     return jax.tree_util.tree_map_with_path(one, tree)
 

@@ -38,8 +38,3 @@ class StopRequest:
             self.signal = number
             name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
             os.write(2, f"\n{name}: stopping after this step (Ctrl-C again aborts at once)\n".encode())
-
-    @property
-    def exit_code(self) -> int:
-        """130 after Ctrl-C, 143 after SIGTERM, by the shells' custom."""
-        return 128 + self.signal

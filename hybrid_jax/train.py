@@ -24,9 +24,7 @@ from hybrid_jax.data.interface import Dataset
 from hybrid_jax.errors import UserError
 from hybrid_jax.generate import generate
 from hybrid_jax.signals import StopRequest
-from hybrid_jax.step import Programs, batch_shape, compile_step
-
-__all__ = ["compile_step", "run"]
+from hybrid_jax.step import Programs, batch_shape
 
 
 def run(cfg: Config) -> None:
@@ -136,7 +134,7 @@ class Training:
         step_fn = self.programs.compile_step()
         several = jax.process_count() > 1
         flags = {0: self.programs.stop_flags(0)}
-        profile = _Profile(cfg.train.profile_steps, self.workdir / "profile")
+        profile = _Profile(cfg.train.profile_steps, steps, self.workdir / "profile")
         rows = self.placement.rows
         self.console.phase(f"training: steps {start + 1} to {steps}")
         with (
@@ -172,7 +170,7 @@ class Training:
                         self.write_line(**more)
                     self.clock.start()
                 if self.stop_signal:
-                    self._stop(request)
+                    self._stop()
 
     def _place(self, batch: dict[str, np.ndarray], step: int) -> dict[str, jax.Array]:
         feed.check_ids(batch, self.cfg.model.vocab_size, step)
@@ -258,7 +256,7 @@ class Training:
             return
         self.checkpoints.save(self.done, self.state)
 
-    def _stop(self, request: StopRequest) -> None:
+    def _stop(self) -> None:
         """Last words after a signal. Raises SystemExit."""
         self.write_line()
         self._plot()
@@ -342,11 +340,12 @@ class Training:
 
 
 class _Profile:
-    """A jax.profiler trace of the steps "first:last", both included; used as a context manager around the
-    loop."""
+    """A jax.profiler trace of the steps "first:last", both included, or to the run's last step; used as a
+    context manager around the loop."""
 
-    def __init__(self, steps: str, folder: Path):
-        self._first, self._last = (int(part) for part in steps.split(":")) if steps else (-1, -1)
+    def __init__(self, steps: str, last_of_run: int, folder: Path):
+        self._first, last = (int(part) for part in steps.split(":")) if steps else (-1, -1)
+        self._last = min(last, last_of_run)
         self.folder = folder
         self._running = False
 

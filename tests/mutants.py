@@ -68,13 +68,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "hybrid_jax/layers/delta.py",
         "beta = 2.0 * beta",
         "beta = 1.0 * beta",
-        "tests/test_model.py::test_lower_bound_and_negative_eigenvalues",
+        "tests/test_model.py::test_beta_is_a_sigmoid_and_twice_that_with_negative_eigenvalues",
     ),
     Mutant(
         "segment id ignored in the convolution",
         "hybrid_jax/layers/conv.py",
-        "if segment_ids is not None and j < W - 1:",
-        "if segment_ids is not None and j < 0:",
+        "if documents is not None and j < W - 1:",
+        "if documents is not None and j < 0:",
         "tests/layers/test_conv.py::test_documents_do_not_touch",
     ),
     Mutant(
@@ -88,8 +88,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "gate before norm",
         "hybrid_jax/layers/norm.py",
         """    h = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps) * weight
-    return (h * _ACTIVATIONS[activation](_upcast(gate))).astype(x.dtype)""",
-        """    h = h * _ACTIVATIONS[activation](_upcast(gate))
+    return (h * _ACTIVATIONS[activation](upcast(gate))).astype(x.dtype)""",
+        """    h = h * _ACTIVATIONS[activation](upcast(gate))
     return (h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps) * weight).astype(x.dtype)""",
         "tests/layers/test_norm.py::test_golden[gnorm_silu]",
     ),

@@ -49,7 +49,7 @@ MODELS = {
     "mamba2": dict(
         pattern="SS",
         norm_eps=1e-5,
-        mamba2=Mamba2Config(state_size=16, head_dim=16, n_groups=2, expand=2.0, chunk_size=32),
+        mamba2=Mamba2Config(state_size=16, head_dim=16, n_groups=2, expand=2, chunk_size=32),
         tie_word_embeddings=True,
     ),
     "deepseek_v3": dict(pattern="*-*-", mla=MLA),

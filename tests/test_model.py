@@ -20,6 +20,8 @@ from hybrid_jax.config import (
     RopeConfig,
 )
 from hybrid_jax.generate import generate
+from hybrid_jax.layers.context import Context
+from hybrid_jax.layers.gdn import GDN
 from hybrid_jax.layers.kda import KDA
 from hybrid_jax.model import Model
 
@@ -32,7 +34,7 @@ BASE = ModelConfig(
     gqa=GQAConfig(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True, bias=True, rope=RopeConfig(style="half")),
     gdn=GDNConfig(num_heads=2, num_v_heads=4, head_dim=8),
     kda=KDAConfig(num_heads=2, num_v_heads=2, head_dim=8, expand_v=2.0),
-    mamba2=Mamba2Config(state_size=8, head_dim=8, n_groups=2, expand=2.0, chunk_size=32),
+    mamba2=Mamba2Config(state_size=8, head_dim=8, n_groups=2, expand=2, chunk_size=32),
 )
 EVERY_KIND = "*-G-K-S-A-"
 
@@ -125,8 +127,8 @@ def test_scan_equals_unrolled():
     assert rms_error(unrolled.logits(flat, tokens), scanned.logits(params, tokens)) < 1e-5
 
 
-@pytest.mark.parametrize("remat", ["dots", "names", "full"])
-def test_remat_changes_no_gradient(remat):
+@pytest.mark.parametrize(("remat", "pattern"), [("dots", "A-A-"), ("names", "GG"), ("full", "**")])
+def test_remat_changes_no_gradient(remat, pattern):
     tokens = tokens_of(0, 1, 40)
     batch = {
         "tokens": tokens,
@@ -134,13 +136,41 @@ def test_remat_changes_no_gradient(remat):
         "segment_ids": jnp.asarray(np.repeat([0, 1], [25, 15]))[None],
         "positions": jnp.concatenate([jnp.arange(25), jnp.arange(15)])[None],
     }
-    plain, again = model_of("*-G-" * 2), model_of("*-G-" * 2, remat=remat)
+    plain, again = model_of(pattern), model_of(pattern, remat=remat)
     params = init(plain)
     want, got = (jax.jit(jax.grad(lambda p, m=m: m.loss(p, batch)[0]))(params) for m in (plain, again))
     errors = jax.tree.leaves(jax.tree.map(rms_error, got, want))
     assert max(errors) < 1e-5
-    text = str(jax.make_jaxpr(jax.grad(lambda p: again.loss(p, batch)[0]))(params))
-    assert "remat" in text
+
+
+def grad_memory(model: Model, T: int = 512) -> int:
+    """Bytes of temporary memory of the compiled gradient of one row."""
+    row = jax.ShapeDtypeStruct((1, T), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), row)
+    grad = jax.jit(jax.grad(lambda p, b: model.loss(p, b)[0]))
+    return grad.lower(model.abstract_params(), batch).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_remat_saves_memory(scan):
+    """Each policy keeps less than the one before it, also where layers are not scanned and XLA could undo it."""
+    policies = ("none", "dots", "names", "full") if scan else ("none", "full")
+    used = [grad_memory(model_of("A-" * 6, remat=r, scan_layers=scan)) for r in policies]
+    assert all(a > 1.04 * b for a, b in zip(used, used[1:], strict=False)), dict(zip(policies, used, strict=True))
+
+
+@pytest.mark.parametrize("symbol", "*GKS")
+def test_names_runs_no_operation_twice(symbol):
+    """The scans of a sequence operation in the gradient program: as many with "names" as without remat."""
+
+    def scans(remat: str) -> int:
+        model = model_of(symbol, remat=remat)
+        row = jnp.zeros((1, 1024), jnp.int32)
+        batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), row)
+        text = str(jax.make_jaxpr(jax.grad(lambda p: model.loss(p, batch)[0]))(model.abstract_params()))
+        return text.count("scan[")
+
+    assert scans("names") == scans("none") < scans("full")
 
 
 def test_decoding_equals_forward():
@@ -157,6 +187,7 @@ def test_decoding_equals_forward():
         logits, states = step(params, tokens[:, t : t + 1], states)
         assert rms_error(logits, want[:, t]) < 1e-5, t
     assert int(states["length"]) == 80
+    assert jax.tree.structure(states) == jax.tree.structure(model.init_state(2, 80))
 
 
 def test_decoding_state_is_constant_in_length():
@@ -227,6 +258,18 @@ def test_initial_values():
     assert (mamba["D"] == 1).all()
 
 
+def test_decays_start_alive():
+    """No gate of a fresh mixer is saturated: neither its decay nor its gradient is gone."""
+    x = jax.random.normal(jax.random.key(1), (1, 64, 32))
+    ctx = Context(jnp.zeros((1, 64), jnp.int32))
+    for bound in (0.0, -5.0):
+        cfg = dataclasses.replace(BASE.kda, num_heads=16, num_v_heads=16, lower_bound=bound)
+        layer = KDA(cfg, 32, 1e-6, std=0.02, out_std=0.02, rngs=nnx.Rngs(0))
+        _, (f, _), _ = layer.project(x, [layer.f_a_proj, layer.g_a_proj], ctx, None)
+        g = -np.asarray(layer.log_decay(layer.f_b_proj(f)))
+        assert np.quantile(g, 0.02) > 5e-4 and np.quantile(g, 0.98) < 2.0, bound
+
+
 def test_output_projections_rescaled():
     model = model_of("G-" * 8, rescale_out_proj=True, hidden_size=64)
     layers = model.init(jax.random.key(0))["layers"]
@@ -270,3 +313,14 @@ def test_lower_bound_and_negative_eigenvalues():
     )
     params, tokens = init(model), tokens_of(0, 1, 20)
     assert rms_error(doubled.logits(params, tokens), model.logits(params, tokens)) > 1e-3
+
+
+def test_beta_is_a_sigmoid_and_twice_that_with_negative_eigenvalues():
+    x = jax.random.normal(jax.random.key(1), (2, 5, 32))
+    ctx = Context(jnp.zeros((2, 5), jnp.int32))
+    for twice in (False, True):
+        cfg = dataclasses.replace(BASE.gdn, allow_neg_eigval=twice)
+        layer = GDN(cfg, 32, 1e-6, std=0.5, out_std=0.02, rngs=nnx.Rngs(0))
+        (_, _, _, beta), _, _ = layer.project(x, [], ctx, None)
+        b = np.asarray(x, np.float64) @ np.asarray(layer.b_proj.weight[...], np.float64)
+        np.testing.assert_allclose(np.asarray(beta), (2 if twice else 1) / (1 + np.exp(-b)), rtol=1e-5)

@@ -17,7 +17,7 @@ import pytest
 from hybrid_jax import checkpoint, data, feed, metrics, sharding, step, train
 from hybrid_jax.config import MeshConfig
 from hybrid_jax.errors import UserError
-from tests.tiny import tiny_config
+from tests.tiny import EVERY_KIND, tiny_config
 
 ROOT = Path(__file__).parents[1]
 
@@ -291,7 +291,7 @@ with StopRequest() as stop:
     while not stop.signal: time.sleep(0.01)
     print("stopping", flush=True)
     time.sleep(60 if "wait" in sys.argv else 0)
-sys.exit(stop.exit_code)
+sys.exit(128 + stop.signal)
 """
 
 

@@ -1,10 +1,11 @@
-"""The small config that the tests of training share: one recurrent and one attention sublayer, synthetic
-data."""
+"""The small config that the tests of training share: synthetic data, and sizes for every kind of sublayer."""
 
 from pathlib import Path
 from typing import Any
 
 from hybrid_jax import config as config_lib
+
+EVERY_KIND = "*GKSA-"  # of sublayer; twice over, they are stacked and scanned
 
 
 def tiny_config(workdir: Path | str, **overrides: Any) -> config_lib.Config:
@@ -13,6 +14,11 @@ def tiny_config(workdir: Path | str, **overrides: Any) -> config_lib.Config:
     config.workdir = str(workdir)
     config.model.update(pattern="GA-", vocab_size=64, hidden_size=16, intermediate_size=32)
     config.model.gdn.update(num_heads=1, num_v_heads=2, head_dim=8)
+    config.model.kda.update(num_heads=1, num_v_heads=2, head_dim=8)
+    config.model.mamba2.update(state_size=8, head_dim=8, n_groups=2, expand=2, chunk_size=16)
+    config.model.mla.update(
+        num_heads=2, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=8
+    )
     config.model.gqa.update(num_heads=2, num_kv_heads=1, head_dim=8)
     config.train.update(steps=4, global_batch_size=8, sequence_length=32, compute_dtype="float32", seed=3)
     config.optimizer.update(

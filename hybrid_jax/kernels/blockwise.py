@@ -17,8 +17,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from hybrid_jax.kernels.delta_rule import accumulator, document_masks, document_starts, l2_normalize
+from hybrid_jax.kernels import RESIDUAL
+from hybrid_jax.kernels.delta_rule import document_masks, document_starts, l2_normalize
+from hybrid_jax.kernels.precision import accumulator
 
 CHUNK = 64
 BLOCKS = 8
@@ -108,6 +111,7 @@ def _run_forward(form, scale, q, k, v, g, beta, initial_state, segment_ids):
 
     o = jnp.zeros((B, cut.blocks * cut.tokens, HV, V), v.dtype)
     (final, o), entered = jax.lax.scan(step, (state, o), jnp.arange(cut.blocks))
+    o, entered = checkpoint_name(o, RESIDUAL), checkpoint_name(entered, RESIDUAL)
     saved = (q, k, v, g, beta, initial_state, segment_ids, entered)
     return (o[:, :T], final.reshape(initial_state.shape)), saved
 

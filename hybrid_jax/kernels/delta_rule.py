@@ -19,11 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from hybrid_jax.kernels import dispatch
-
-
-def accumulator(dtype) -> jnp.dtype:
-    """float64 for float64, else float32: the type of states, gates, sums and inverses."""
-    return jnp.promote_types(dtype, jnp.float32)
+from hybrid_jax.kernels.precision import accumulator, einsum
 
 
 def l2_normalize(x: jax.Array) -> jax.Array:
@@ -63,9 +59,7 @@ def dot(spec: str, dtype, a: jax.Array, b: jax.Array) -> jax.Array:
 
     Cotangents are rounded to `dtype` in the same way. float32 operands are multiplied exactly (no TF32).
     """
-    precision = None if jnp.dtype(dtype).itemsize < 4 else jax.lax.Precision.HIGHEST
-    a, b = a.astype(dtype), b.astype(dtype)
-    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=accumulator(dtype))
+    return einsum(spec, a, b, dtype=dtype)
 
 
 def _dot_forward(spec, dtype, a, b):

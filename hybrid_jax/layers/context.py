@@ -5,9 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-# Names (jax.ad_checkpoint.checkpoint_name) of what the remat policy "names" keeps.
+# Name (jax.ad_checkpoint.checkpoint_name) of what goes into an operation, projected and convolved.
 MIXER_IN = "mixer_in"
-MIXER_OUT = "mixer_out"
 
 
 @jax.tree_util.register_dataclass

@@ -9,23 +9,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from hybrid_jax.kernels.documents import number_documents
+from hybrid_jax.kernels.precision import accumulator
+
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(5,))
-def _conv(x, weight, bias, initial_state, segment_ids, activation):
+def _conv(x, weight, bias, initial_state, documents, activation):
     W = weight.shape[1]
     T = x.shape[1]
-    compute = jnp.promote_types(x.dtype, jnp.float32)  # bf16 products rounded before the sum lose bits
+    compute = accumulator(x.dtype)  # bf16 products rounded before the sum lose bits
     padded = jnp.concatenate([initial_state.astype(x.dtype), x], axis=1)
-    if segment_ids is not None:
-        # Ids of the tokens before the row: those of its first document, which the initial state enters.
-        first = jnp.broadcast_to(segment_ids[:, :1], (x.shape[0], W - 1))
-        new = jnp.concatenate([first, segment_ids], axis=1)
-        new = jnp.cumsum(jnp.pad(new[:, 1:] != new[:, :-1], ((0, 0), (1, 0))), axis=1)
     y = jnp.zeros((), compute)
     for j in range(W):
         tap = jax.lax.slice_in_dim(padded, j, j + T, axis=1)
-        if segment_ids is not None and j < W - 1:
-            tap = jnp.where((new[:, j : j + T] == new[:, W - 1 :])[..., None], tap, 0)
+        if documents is not None and j < W - 1:
+            tap = jnp.where((documents[:, j : j + T] == documents[:, W - 1 :])[..., None], tap, 0)
         y = y + tap.astype(compute) * weight[:, j].astype(compute)
     if bias is not None:
         y = y + bias
@@ -48,13 +46,19 @@ def short_conv(
     x [B, T, D], weight [D, W] (the last tap meets the current token), bias [D]; initial_state [B, W-1, D] holds
     the inputs before the row, oldest first (zeros when None), and enters the row's first document only. Where
     segment_ids [B, T] changes, taps before the border read zero. Returns y [B, T, D] and the final state
-    [B, W-1, D], both in x.dtype.
+    [B, W-1, D] of the row's last document (zero before it), both in x.dtype.
     """
     W = weight.shape[1]
     if initial_state is None:
         initial_state = jnp.zeros((x.shape[0], W - 1, x.shape[2]), x.dtype)
-    y = _conv(x, weight, bias, initial_state, segment_ids, activation)
-    final = jnp.concatenate([initial_state.astype(x.dtype), x], axis=1)[:, x.shape[1] :]
+    documents = None
+    if segment_ids is not None:  # [B, W-1+T]; what stands before the row belongs to its first document, 0
+        documents = jnp.pad(number_documents(segment_ids), ((0, 0), (W - 1, 0)))
+    y = _conv(x, weight, bias, initial_state, documents, activation)
+    T = x.shape[1]
+    final = jnp.concatenate([initial_state.astype(x.dtype), x], axis=1)[:, T:]
+    if documents is not None:
+        final = jnp.where((documents[:, T:] == documents[:, -1:])[..., None], final, 0)
     return y, final
 
 

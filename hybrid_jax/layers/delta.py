@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from hybrid_jax.kernels.precision import upcast
 from hybrid_jax.layers.context import MIXER_IN, Context
 from hybrid_jax.layers.conv import ShortConv, short_conv
 from hybrid_jax.layers.linear import Linear, together
@@ -66,7 +67,7 @@ class DeltaMixer(nnx.Module):
         q = q.reshape(B, T, cfg.num_heads, self.key_dim)
         k = k.reshape(B, T, cfg.num_heads, self.key_dim)
         v = v.reshape(B, T, cfg.num_v_heads, self.value_dim)
-        beta = jax.nn.sigmoid(b.astype(jnp.promote_types(b.dtype, jnp.float32)))
+        beta = jax.nn.sigmoid(upcast(b))
         if cfg.allow_neg_eigval:
             beta = 2.0 * beta
         return (q, k, v, beta), rest, new_state

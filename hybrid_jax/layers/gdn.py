@@ -6,10 +6,10 @@ Shapes: B batch, T time, D model, HV value heads, V value channels.
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from hybrid_jax.kernels.gdn import gdn
-from hybrid_jax.layers.context import MIXER_OUT, Context
+from hybrid_jax.kernels.precision import upcast
+from hybrid_jax.layers.context import Context
 from hybrid_jax.layers.delta import DeltaMixer
 from hybrid_jax.layers.gates import a_log_init, dt_bias_init
 from hybrid_jax.layers.linear import Linear
@@ -33,13 +33,12 @@ class GDN(DeltaMixer):
         """x [B, T, D] -> ([B, T, D], new state)."""
         others = [self.a_proj, self.g_proj] if self.cfg.use_gate else [self.a_proj]
         (q, k, v, beta), (a, *gate), new_state = self.project(x, others, ctx, state)
-        a = a.astype(jnp.promote_types(a.dtype, jnp.float32))
+        a = upcast(a)
         g = -jnp.exp(self.A_log[...]) * jax.nn.softplus(a + self.dt_bias[...])
         before = None if state is None else state["ssm"]
         o, new_state["ssm"] = gdn(
             q, k, v, g, beta, initial_state=before, segment_ids=ctx.segment_ids, backend=ctx.backend
         )
-        o = checkpoint_name(o, MIXER_OUT)
         if gate:
             o = norm_then_gate(o, gate[0].reshape(o.shape), self.o_norm.weight[...], self.o_norm.eps, "silu")
         else:

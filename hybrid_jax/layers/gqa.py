@@ -9,7 +9,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from hybrid_jax.kernels.attention import attention
-from hybrid_jax.layers.context import MIXER_IN, MIXER_OUT, Context
+from hybrid_jax.kernels.precision import accumulator
+from hybrid_jax.layers.context import MIXER_IN, Context
 from hybrid_jax.layers.linear import Linear, matmul
 from hybrid_jax.layers.norm import RMSNorm
 from hybrid_jax.layers.rotary import rotate
@@ -59,8 +60,7 @@ class GQA(nnx.Module):
             state = {"k": k, "v": v}
         q, k, v = (checkpoint_name(a, MIXER_IN) for a in (q, k, v))
         o = attention(q, k, v, scale=K**-0.5, segment_ids=ctx.segment_ids, q_offset=offset, backend=ctx.backend)
-        o = checkpoint_name(o, MIXER_OUT)
         if cfg.output_gate:
-            compute = jnp.promote_types(o.dtype, jnp.float32)
+            compute = accumulator(o.dtype)
             o = (o.astype(compute) * jax.nn.sigmoid(gate.astype(compute))).astype(o.dtype)
         return matmul(o.reshape(B, T, H * K), self.o_proj.weight[...]), state

@@ -6,10 +6,10 @@ Shapes: B batch, T time, D model, HV value heads, K key channels, V value channe
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from hybrid_jax.kernels.kda import kda
-from hybrid_jax.layers.context import MIXER_OUT, Context
+from hybrid_jax.kernels.precision import upcast
+from hybrid_jax.layers.context import Context
 from hybrid_jax.layers.delta import DeltaMixer
 from hybrid_jax.layers.gates import a_log_init, dt_bias_init
 from hybrid_jax.layers.linear import Linear
@@ -31,12 +31,14 @@ class KDA(DeltaMixer):
         self.f_b_proj = Linear(rank, cfg.num_v_heads * self.key_dim, bound=bound, rngs=rngs)
         self.g_a_proj = Linear(hidden_size, rank, std=std, rngs=rngs)
         self.g_b_proj = Linear(rank, cfg.num_v_heads * self.value_dim, bound=bound, bias=cfg.gate_bias, rngs=rngs)
-        self.A_log = nnx.Param(a_log_init(rngs, cfg.num_v_heads))
+        # A rate above 1 would saturate the bounded gate's sigmoid from the start.
+        A_log = jnp.zeros((cfg.num_v_heads,)) if cfg.lower_bound else a_log_init(rngs, cfg.num_v_heads)
+        self.A_log = nnx.Param(A_log)
         self.dt_bias = nnx.Param(dt_bias_init(rngs, cfg.num_v_heads * self.key_dim))
 
     def log_decay(self, f: jax.Array) -> jax.Array:
         """Raw f [B, T, HV*K] -> log decay [B, T, HV, K] fp32, <= 0."""
-        f = f.astype(jnp.promote_types(f.dtype, jnp.float32)) + self.dt_bias[...]
+        f = upcast(f) + self.dt_bias[...]
         f = f.reshape(*f.shape[:-1], self.cfg.num_v_heads, self.key_dim)
         rate = jnp.exp(self.A_log[...])[:, None]
         if self.cfg.lower_bound:
@@ -51,7 +53,6 @@ class KDA(DeltaMixer):
         o, new_state["ssm"] = kda(
             q, k, v, g, beta, initial_state=before, segment_ids=ctx.segment_ids, backend=ctx.backend
         )
-        o = checkpoint_name(o, MIXER_OUT)
         gate = self.g_b_proj(gate).reshape(o.shape)
         o = norm_then_gate(o, gate, self.o_norm.weight[...], self.o_norm.eps, "sigmoid")
         return self.o_proj(o.reshape(*x.shape[:2], -1)), new_state

@@ -9,7 +9,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from hybrid_jax.kernels.mamba2 import ssd
-from hybrid_jax.layers.context import MIXER_IN, MIXER_OUT, Context
+from hybrid_jax.kernels.precision import upcast
+from hybrid_jax.layers.context import MIXER_IN, Context
 from hybrid_jax.layers.conv import ShortConv, short_conv
 from hybrid_jax.layers.gates import a_log_init, dt_bias_init
 from hybrid_jax.layers.linear import Linear, matmul
@@ -23,7 +24,7 @@ class Mamba2(nnx.Module):
 
     def __init__(self, cfg, hidden_size: int, norm_eps: float, *, std: float, out_std: float, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.inner = int(cfg.expand * hidden_size)
+        self.inner = cfg.expand * hidden_size
         self.heads = self.inner // cfg.head_dim
         conv_width = self.inner + 2 * cfg.n_groups * cfg.state_size
         self.in_proj = Linear(hidden_size, self.inner + conv_width + self.heads, std=std, rngs=rngs)
@@ -60,7 +61,7 @@ class Mamba2(nnx.Module):
         )
         xbc = checkpoint_name(xbc, MIXER_IN)
         u, B, C = jnp.split(xbc, [self.inner, self.inner + G * N], axis=-1)
-        dt = jax.nn.softplus(dt.astype(jnp.promote_types(dt.dtype, jnp.float32)) + self.dt_bias[...])
+        dt = jax.nn.softplus(upcast(dt) + self.dt_bias[...])
         y, ssm_state = ssd(
             u.reshape(Bsz, T, self.heads, cfg.head_dim),
             dt,
@@ -73,6 +74,5 @@ class Mamba2(nnx.Module):
             chunk_size=cfg.chunk_size,
             backend=ctx.backend,
         )
-        y = checkpoint_name(y, MIXER_OUT)
         y = gate_then_norm(y.reshape(Bsz, T, self.inner), z, self.norm.weight[...], self.norm.eps, G)
         return matmul(y, self.out_proj.weight[...]), {"ssm": ssm_state, "conv": conv_state}

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from hybrid_jax.kernels.attention import attention
-from hybrid_jax.layers.context import MIXER_IN, MIXER_OUT, Context
+from hybrid_jax.layers.context import MIXER_IN, Context
 from hybrid_jax.layers.linear import Linear, matmul, together
 from hybrid_jax.layers.norm import RMSNorm
 from hybrid_jax.layers.rotary import rotate
@@ -79,5 +79,4 @@ class MLA(nnx.Module):
             q_offset=offset,
             backend=ctx.backend,
         )
-        o = checkpoint_name(o, MIXER_OUT)
         return self.o_proj(o.reshape(B, T, H * V)), state

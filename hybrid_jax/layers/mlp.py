@@ -3,16 +3,16 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
+from hybrid_jax.kernels.precision import accumulator
 from hybrid_jax.layers.linear import Linear
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """silu(gate) * up in fp32, rounded once to gate.dtype."""
-    compute = jnp.promote_types(gate.dtype, jnp.float32)
+    compute = accumulator(gate.dtype)
     return (jax.nn.silu(gate.astype(compute)) * up.astype(compute)).astype(gate.dtype)
 
 

@@ -10,17 +10,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from hybrid_jax.kernels.precision import upcast
+
 _ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
-
-
-def _upcast(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2,))
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis. x [..., D], weight [D] -> [..., D] in x.dtype."""
-    h = _upcast(x)
+    h = upcast(x)
     h = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
     return (h * weight).astype(x.dtype)
 
@@ -31,9 +29,9 @@ def norm_then_gate(x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float,
 
     x, gate [..., D], weight [D] -> [..., D] in x.dtype.
     """
-    h = _upcast(x)
+    h = upcast(x)
     h = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps) * weight
-    return (h * _ACTIVATIONS[activation](_upcast(gate))).astype(x.dtype)
+    return (h * _ACTIVATIONS[activation](upcast(gate))).astype(x.dtype)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(3, 4))
@@ -42,7 +40,7 @@ def gate_then_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float,
 
     x, gate [..., D], weight [D] -> [..., D] in x.dtype.
     """
-    u = _upcast(x) * jax.nn.silu(_upcast(gate))
+    u = upcast(x) * jax.nn.silu(upcast(gate))
     u_G = u.reshape(*u.shape[:-1], groups, -1)
     u_G = u_G * jax.lax.rsqrt(jnp.mean(u_G * u_G, axis=-1, keepdims=True) + eps)
     return (u_G.reshape(u.shape) * weight).astype(x.dtype)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hybrid_jax.kernels.precision import accumulator
+
 _LOW = 1024  # positions are split into p = hi * _LOW + lo
 _HIGH = 4096  # the largest position is _LOW * _HIGH - 1 = 4,194,303
 
@@ -66,7 +68,7 @@ def rotate(x: jax.Array, cfg, positions: jax.Array) -> jax.Array:
         return x
     R = int(x.shape[-1] * cfg.rotary_fraction)
     cos, sin = (t[:, :, None, :] for t in cos_sin(cfg, R, positions))
-    turned, kept = x[..., :R].astype(jnp.promote_types(x.dtype, jnp.float32)), x[..., R:]
+    turned, kept = x[..., :R].astype(accumulator(x.dtype)), x[..., R:]
     if cfg.style == "interleaved":
         a, b = turned[..., 0::2], turned[..., 1::2]
     else:

@@ -65,3 +65,17 @@ def test_documents_do_not_touch():
     for a, b in ((0, 2), (2, 3), (3, 6), (6, 9)):
         alone, _ = short_conv(jnp.float32(x[:, a:b]), w)
         np.testing.assert_array_equal(np.asarray(y[:, a:b]), np.asarray(alone))
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 5])
+def test_final_state_is_the_last_documents(last):
+    """Going on from a packed row equals going on from its last document alone; gradients stay in that document."""
+    rng = np.random.default_rng(0)
+    x, more = jnp.float32(rng.normal(size=(1, 7, 3))), jnp.float32(rng.normal(size=(1, 4, 3)))
+    w = jnp.float32(rng.normal(size=(3, 4)))
+    ids = jnp.asarray([[0] * (7 - last) + [1] * last])
+    _, state = short_conv(x, w, segment_ids=ids)
+    _, alone = short_conv(x[:, 7 - last :], w)
+    np.testing.assert_array_equal(np.asarray(state), np.asarray(alone))
+    grad = jax.grad(lambda x: jnp.sum(short_conv(more, w, initial_state=short_conv(x, w, segment_ids=ids)[1])[0]))(x)
+    assert not np.asarray(grad[:, : 7 - last]).any() and np.asarray(grad[:, -1]).all()

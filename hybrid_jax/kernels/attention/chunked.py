@@ -17,8 +17,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
+from hybrid_jax.kernels import RESIDUAL
 from hybrid_jax.kernels.documents import number_documents
+from hybrid_jax.kernels.precision import accumulator, einsum
 
 _LONG = 2048
 _SMALLEST = 128  # shorter blocks leave a GPU's matrix units idle
@@ -67,16 +70,6 @@ def _pairs(T: int, block_q: int, block_k: int, by_key: bool):
     return i, j, np.diff(run, prepend=-1) != 0
 
 
-def _einsum(spec: str, *operands: jax.Array, dtype) -> jax.Array:
-    """Products of `operands` in `dtype`, accumulated in fp32; fp32 products are not rounded to TF32."""
-    return jnp.einsum(
-        spec,
-        *(z.astype(dtype) for z in operands),
-        precision=jax.lax.Precision.HIGHEST if jnp.finfo(dtype).bits >= 32 else None,
-        preferred_element_type=jnp.promote_types(dtype, jnp.float32),
-    )
-
-
 def _take(z: jax.Array, block, size: int, axis: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(z, block * size, size, axis)
 
@@ -87,7 +80,7 @@ def _put(z: jax.Array, part: jax.Array, block, size: int, axis: int) -> jax.Arra
 
 def _scores(scale, block_q, block_k, q_BGRiK, k_BGjK, documents, i, j):
     """Scaled scores of one pair of blocks [B, G, R, i, j] in fp32, -inf where masked."""
-    s = _einsum("bgrik,bgjk->bgrij", q_BGRiK, k_BGjK, dtype=q_BGRiK.dtype) * scale
+    s = einsum("bgrik,bgjk->bgrij", q_BGRiK, k_BGjK, dtype=q_BGRiK.dtype) * scale
     row = i * block_q + jnp.arange(block_q)
     column = j * block_k + jnp.arange(block_k)
     doc_i, doc_j = _take(documents, i, block_q, 1), _take(documents, j, block_k, 1)
@@ -108,7 +101,7 @@ def _heads_first(z: jax.Array) -> jax.Array:
 
 def _forward(scale, block_q, block_k, q, k, v, documents):
     B, T, G, R, _ = q.shape
-    compute = jnp.promote_types(q.dtype, jnp.float32)
+    compute = accumulator(q.dtype)
     qT, kT, vT = (_heads_first(z) for z in (q, k, v))
 
     def step(carry, pair):
@@ -123,7 +116,7 @@ def _forward(scale, block_q, block_k, q, k, v, documents):
         shrink = jnp.exp(top - safe)
         p = jnp.exp(s - safe[..., None])
         total = jnp.where(first, 0, total) * shrink + jnp.sum(p, axis=-1)
-        pv = _einsum("bgrij,bgjv->bgriv", p, v_j, dtype=v.dtype)
+        pv = einsum("bgrij,bgjv->bgriv", p, v_j, dtype=v.dtype)
         acc = jnp.where(first, 0, acc) * shrink[..., None] + pv
         # Written at every pair, right after the row's last.
         divisor = jnp.where(total == 0, 1, total)
@@ -141,6 +134,7 @@ def _forward(scale, block_q, block_k, q, k, v, documents):
         jnp.zeros((B, G, R, block_q, V), compute),
     )
     (o, lse, *_), _ = jax.lax.scan(step, carry, _pairs(T, block_q, block_k, by_key=False))
+    o, lse = checkpoint_name(o, RESIDUAL), checkpoint_name(lse, RESIDUAL)
     return o, (q, k, v, documents, o, lse)
 
 
@@ -160,11 +154,11 @@ def _backward(scale, block_q, block_k, saved, do):
         k_j, v_j = _take(kT, j, block_k, 2), _take(vT, j, block_k, 2)
         s = _scores(scale, block_q, block_k, q_i, k_j, documents, i, j)
         p = jnp.exp(s - _take(lse, i, block_q, 3)[..., None])
-        dp = _einsum("bgriv,bgjv->bgrij", do_i, v_j, dtype=v.dtype)
+        dp = einsum("bgriv,bgjv->bgrij", do_i, v_j, dtype=v.dtype)
         ds = p * (dp - _take(delta, i, block_q, 3)[..., None]) * scale
-        dv_block = jnp.where(first, 0, dv_block) + _einsum("bgrij,bgriv->bgjv", p, do_i, dtype=v.dtype)
-        dk_block = jnp.where(first, 0, dk_block) + _einsum("bgrij,bgrik->bgjk", ds, q_i, dtype=q.dtype)
-        dq_block = jnp.moveaxis(_einsum("bgrij,bgjk->bgrik", ds, k_j, dtype=q.dtype), 3, 1)
+        dv_block = jnp.where(first, 0, dv_block) + einsum("bgrij,bgriv->bgjv", p, do_i, dtype=v.dtype)
+        dk_block = jnp.where(first, 0, dk_block) + einsum("bgrij,bgrik->bgjk", ds, q_i, dtype=q.dtype)
+        dq_block = jnp.moveaxis(einsum("bgrij,bgjk->bgrik", ds, k_j, dtype=q.dtype), 3, 1)
         dq = _put(dq, _take(dq, i, block_q, 1) + dq_block, i, block_q, 1)
         # Written at every pair, right after the block's last.
         dk = _put(dk, jnp.moveaxis(dk_block, 2, 1), j, block_k, 1)

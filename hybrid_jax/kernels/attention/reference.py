@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from hybrid_jax.kernels.documents import number_documents
+from hybrid_jax.kernels.precision import accumulator
 
 
 def attention_reference(q, k, v, segment_ids, scale: float, q_offset: int | jax.Array = 0):
     """See hybrid_jax.kernels.attention.attention; segment_ids may be None."""
     B, T, H, K = q.shape
     S, G = k.shape[1:3]
-    compute = jnp.promote_types(q.dtype, jnp.float32)
+    compute = accumulator(q.dtype)
     highest = jax.lax.Precision.HIGHEST if jnp.finfo(q.dtype).bits >= 32 else None
     q_BTGRK = q.reshape(B, T, G, H // G, K)
     s_BGRTS = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k, precision=highest, preferred_element_type=compute)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from hybrid_jax.kernels import dispatch
 from hybrid_jax.kernels.mamba2.chunked import ssd_chunked
 from hybrid_jax.kernels.mamba2.reference import ssd_reference
+from hybrid_jax.kernels.precision import accumulator
 
 BACKENDS = {"reference": ssd_reference, "chunked": ssd_chunked}
 
@@ -44,7 +45,7 @@ def ssd(
     fn = BACKENDS[dispatch.resolve("ssd", backend, tuple(BACKENDS))]
     batch, T, H, P = x.shape
     if initial_state is None:
-        initial_state = jnp.zeros((batch, H, P, B.shape[-1]), jnp.promote_types(x.dtype, jnp.float32))
+        initial_state = jnp.zeros((batch, H, P, B.shape[-1]), accumulator(x.dtype))
     if segment_ids is None:
         segment_ids = jnp.zeros((batch, T), jnp.int32)
 

@@ -24,8 +24,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from hybrid_jax.kernels import RESIDUAL
 from hybrid_jax.kernels.documents import number_documents
+from hybrid_jax.kernels.precision import accumulator, einsum
 
 _BLOCKS = 8
 
@@ -44,16 +47,6 @@ def ssd_chunked(x, dt, A, B, C, D, initial_state, segment_ids, chunk_size: int):
         documents = jnp.pad(documents, ((0, 0), (0, pad)), mode="edge")
     y, final_state = _ssd(chunk, per_block, x, dt, A, B, C, D, initial_state, documents)
     return y[:, :T], final_state
-
-
-def _einsum(spec: str, *operands: jax.Array, dtype) -> jax.Array:
-    """Products of `operands` in `dtype`, accumulated in fp32; fp32 products are not rounded to TF32."""
-    return jnp.einsum(
-        spec,
-        *(z.astype(dtype) for z in operands),
-        precision=jax.lax.Precision.HIGHEST if jnp.finfo(dtype).bits >= 32 else None,
-        preferred_element_type=jnp.promote_types(dtype, jnp.float32),
-    )
 
 
 class _Block(NamedTuple):
@@ -87,7 +80,7 @@ def _decay_sums(a_BXGRC: jax.Array):
     hi = jnp.round(a / coarse) * coarse
     lo = jnp.round((a - hi) / fine) * fine
     lower = jnp.tril(jnp.ones((chunk, chunk), dtype))
-    return tuple(_einsum("ij,bxgrj->bxgri", lower, z, dtype=dtype) for z in (hi, lo))
+    return tuple(einsum("ij,bxgrj->bxgri", lower, z, dtype=dtype) for z in (hi, lo))
 
 
 def _by_head(z: jax.Array, chunk: int, G: int) -> jax.Array:
@@ -101,7 +94,7 @@ def _prepare(chunk: int, A, before, x, dt, B, C, documents) -> _Block:
     Bsz, L, H, _ = x.shape
     G = B.shape[2]
     X = L // chunk
-    compute = jnp.promote_types(x.dtype, jnp.float32)
+    compute = accumulator(x.dtype)
     A_GR1 = A.astype(compute).reshape(G, H // G, 1)
     dt_BXGRC = _by_head(dt.astype(compute), chunk, G)
     hi, lo = _decay_sums(dt_BXGRC * A_GR1)
@@ -130,7 +123,7 @@ def _prepare(chunk: int, A, before, x, dt, B, C, documents) -> _Block:
 def _chunk_states(blk: _Block, state_BGRPN: jax.Array, op):
     """The state before each chunk of the block [B, X, G, R, P, N], and the one after the block."""
     weighted = blk.x_BXGRCP * (blk.dt_BXGRC * blk.leave_BXGRC)[..., None]
-    written_BXGRPN = _einsum("bxgrjp,bxgjn->bxgrpn", weighted, blk.B_BXGCN, dtype=op)
+    written_BXGRPN = einsum("bxgrjp,bxgjn->bxgrpn", weighted, blk.B_BXGCN, dtype=op)
 
     def step(S, chunk):
         carry, written = chunk
@@ -143,10 +136,10 @@ def _chunk_states(blk: _Block, state_BGRPN: jax.Array, op):
 
 def _outputs(blk: _Block, S_BXGRPN: jax.Array, op) -> jax.Array:
     """y without the D x term, [B, X, G, R, C, P] fp32."""
-    cb_BXGij = _einsum("bxgin,bxgjn->bxgij", blk.C_BXGCN, blk.B_BXGCN, dtype=op)
+    cb_BXGij = einsum("bxgin,bxgjn->bxgij", blk.C_BXGCN, blk.B_BXGCN, dtype=op)
     weights = cb_BXGij[:, :, :, None] * blk.pair_BXGRij * blk.dt_BXGRC[..., None, :]
-    within = _einsum("bxgrij,bxgrjp->bxgrip", weights, blk.x_BXGRCP, dtype=op)
-    from_state = _einsum("bxgin,bxgrpn->bxgrip", blk.C_BXGCN, S_BXGRPN, dtype=op)
+    within = einsum("bxgrij,bxgrjp->bxgrip", weights, blk.x_BXGRCP, dtype=op)
+    from_state = einsum("bxgin,bxgrpn->bxgrip", blk.C_BXGCN, S_BXGRPN, dtype=op)
     return within + blk.enter_BXGRC[..., None] * from_state
 
 
@@ -157,13 +150,13 @@ def _straddle(M_BXGRij: jax.Array) -> jax.Array:
     """
     chunk = M_BXGRij.shape[-1]
     before = jnp.triu(jnp.ones((chunk, chunk), M_BXGRij.dtype), 1)  # [j, t]: j < t
-    per_reader = _einsum("bxgrij,jt->bxgrit", M_BXGRij, before, dtype=M_BXGRij.dtype)
+    per_reader = einsum("bxgrij,jt->bxgrit", M_BXGRij, before, dtype=M_BXGRij.dtype)
     return jnp.sum(jnp.tril(per_reader), axis=-2)
 
 
 def _block_gradients(blk: _Block, dy_BXGRCP, S_BXGRPN, dS_BGRPN, op):
     """dx (without D), d dt (not through a), da, dB and dC of one block, and d of the state before it."""
-    compute = jnp.promote_types(op, jnp.float32)
+    compute = accumulator(op)
     x, dt, dy = blk.x_BXGRCP, blk.dt_BXGRC, dy_BXGRCP
     read = dy * blk.enter_BXGRC[..., None]
 
@@ -171,37 +164,37 @@ def _block_gradients(blk: _Block, dy_BXGRCP, S_BXGRPN, dS_BGRPN, op):
         carry, read_state = chunk
         return carry[..., None, None] * dS_after + read_state, dS_after
 
-    read_BXGRPN = _einsum("bxgrip,bxgin->bxgrpn", read, blk.C_BXGCN, dtype=op)
+    read_BXGRPN = einsum("bxgrip,bxgin->bxgrpn", read, blk.C_BXGCN, dtype=op)
     chunks = (blk.carry_BXGR.swapaxes(0, 1), read_BXGRPN.swapaxes(0, 1))
     dS_BGRPN, after = jax.lax.scan(step, dS_BGRPN, chunks, reverse=True)
     dS_BXGRPN = after.swapaxes(0, 1)  # gradient of the state after each chunk
 
-    cb_BXGij = _einsum("bxgin,bxgjn->bxgij", blk.C_BXGCN, blk.B_BXGCN, dtype=op)
+    cb_BXGij = einsum("bxgin,bxgjn->bxgij", blk.C_BXGCN, blk.B_BXGCN, dtype=op)
     kernel_BXGRij = cb_BXGij[:, :, :, None] * blk.pair_BXGRij
-    dy_x_BXGRij = _einsum("bxgrip,bxgrjp->bxgrij", dy, x, dtype=op)
+    dy_x_BXGRij = einsum("bxgrip,bxgrjp->bxgrij", dy, x, dtype=op)
     weighted_BXGRij = dy_x_BXGRij * dt[..., None, :]
 
     # u_j is the gradient of dt_j x_j
-    to_state = _einsum("bxgjn,bxgrpn->bxgrjp", blk.B_BXGCN, dS_BXGRPN, dtype=op) * blk.leave_BXGRC[..., None]
-    u = _einsum("bxgrij,bxgrip->bxgrjp", kernel_BXGRij, dy, dtype=op) + to_state
+    to_state = einsum("bxgjn,bxgrpn->bxgrjp", blk.B_BXGCN, dS_BXGRPN, dtype=op) * blk.leave_BXGRC[..., None]
+    u = einsum("bxgrij,bxgrip->bxgrjp", kernel_BXGRij, dy, dtype=op) + to_state
     ddt = jnp.sum(u * x, axis=-1)
 
     dcb_BXGij = jnp.sum(weighted_BXGRij * blk.pair_BXGRij, axis=3)
-    from_state = _einsum("bxgrip,bxgrpn->bxgin", read, S_BXGRPN, dtype=op)
-    dC = _einsum("bxgij,bxgjn->bxgin", dcb_BXGij, blk.B_BXGCN, dtype=op) + from_state
+    from_state = einsum("bxgrip,bxgrpn->bxgin", read, S_BXGRPN, dtype=op)
+    dC = einsum("bxgij,bxgjn->bxgin", dcb_BXGij, blk.B_BXGCN, dtype=op) + from_state
     written = x * (dt * blk.leave_BXGRC)[..., None]
-    dB = _einsum("bxgij,bxgin->bxgjn", dcb_BXGij, blk.C_BXGCN, dtype=op)
-    dB += _einsum("bxgrjp,bxgrpn->bxgjn", written, dS_BXGRPN, dtype=op)
+    dB = einsum("bxgij,bxgin->bxgjn", dcb_BXGij, blk.C_BXGCN, dtype=op)
+    dB += einsum("bxgrjp,bxgrpn->bxgjn", written, dS_BXGRPN, dtype=op)
 
     # a_t: pairs inside the chunk, state read at or after t, state written before t, state carried through.
     # The diagonal has no decay, and is left out by _straddle.
     da = _straddle(weighted_BXGRij * kernel_BXGRij)
     chunk = x.shape[-2]
-    through_state = jnp.sum(dy * _einsum("bxgin,bxgrpn->bxgrip", blk.C_BXGCN, S_BXGRPN, dtype=op), axis=-1)
+    through_state = jnp.sum(dy * einsum("bxgin,bxgrpn->bxgrip", blk.C_BXGCN, S_BXGRPN, dtype=op), axis=-1)
     before_t = jnp.tril(jnp.ones((chunk, chunk), compute), -1)  # [t, j]: j < t
     from_t = jnp.triu(jnp.ones((chunk, chunk), compute))  # [t, i]: i >= t
-    da += _einsum("ti,bxgri->bxgrt", from_t, through_state * blk.enter_BXGRC, dtype=compute)
-    da += _einsum("tj,bxgrj->bxgrt", before_t, jnp.sum(to_state * x, axis=-1) * dt, dtype=compute)
+    da += einsum("ti,bxgri->bxgrt", from_t, through_state * blk.enter_BXGRC, dtype=compute)
+    da += einsum("tj,bxgrj->bxgrt", before_t, jnp.sum(to_state * x, axis=-1) * dt, dtype=compute)
     da += (blk.carry_BXGR * jnp.sum(dS_BXGRPN * S_BXGRPN, axis=(-2, -1)))[..., None]
     return u * dt[..., None], ddt, da, dB, dC, dS_BGRPN
 
@@ -241,8 +234,9 @@ def _forward(chunk, per_block, x, dt, A, B, C, D, initial_state, documents):
             out += D.astype(out.dtype).reshape(G, H // G, 1, 1) * blk.x_BXGRCP
         return (after, _place(y, out, k, length)), state
 
-    state = initial_state.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(Bsz, G, H // G, P, N)
+    state = initial_state.astype(accumulator(x.dtype)).reshape(Bsz, G, H // G, P, N)
     (state, y), states = jax.lax.scan(step, (state, jnp.zeros_like(x)), jnp.arange(T // length))
+    y, states = checkpoint_name(y, RESIDUAL), checkpoint_name(states, RESIDUAL)
     final_state = state.reshape(Bsz, H, P, N)
     return (y, final_state), (x, dt, A, B, C, D, initial_state, documents, states)
 
@@ -255,7 +249,7 @@ def _backward(chunk, per_block, saved, cotangents):
     R = H // G
     length = chunk * per_block
     before = _documents_before(documents, length)
-    compute = jnp.promote_types(x.dtype, jnp.float32)
+    compute = accumulator(x.dtype)
     op = x.dtype
 
     def step(carry, block):
@@ -268,7 +262,7 @@ def _backward(chunk, per_block, saved, cotangents):
         dD = None
         if D is not None:
             dx += D.astype(compute).reshape(G, R, 1, 1) * dy_BXGRCP
-            dD = _einsum("bxgrcp,bxgrcp->gr", dy_BXGRCP, blk.x_BXGRCP, dtype=compute)
+            dD = einsum("bxgrcp,bxgrcp->gr", dy_BXGRCP, blk.x_BXGRCP, dtype=compute)
         parts = (dx, ddt, da, dB[:, :, :, None], dC[:, :, :, None])
         return (dS, tuple(_place(w, p, k, length) for w, p in zip(whole, parts, strict=True))), dD
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from hybrid_jax.kernels.documents import number_documents
+from hybrid_jax.kernels.precision import accumulator
 
 
 def ssd_reference(x, dt, A, B, C, D, initial_state, segment_ids, chunk_size: int = 0):
@@ -15,7 +16,7 @@ def ssd_reference(x, dt, A, B, C, D, initial_state, segment_ids, chunk_size: int
     Bsz, T, H, P = x.shape
     G, N = B.shape[2:]
     R = H // G
-    compute = jnp.promote_types(x.dtype, jnp.float32)
+    compute = accumulator(x.dtype)
     highest = jax.lax.Precision.HIGHEST
     documents = number_documents(segment_ids)
     new = jnp.pad(documents[:, 1:] != documents[:, :-1], ((0, 0), (1, 0)))

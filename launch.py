@@ -10,11 +10,19 @@ import os
 import re
 import sys
 
-from absl import flags
+try:
+    from absl import flags
 
-from hybrid_jax import config_file, platform
-from hybrid_jax.config import Config, fields
-from hybrid_jax.errors import UserError
+    from hybrid_jax import config_file, platform
+    from hybrid_jax.config import Config, fields
+    from hybrid_jax.errors import UserError
+except ModuleNotFoundError as error:
+    print(
+        f"error: {error.name} is not installed for {sys.executable}; run `make setup` and use .venv/bin/python, or "
+        "`pip install -e .` for this one",
+        file=sys.stderr,
+    )
+    raise SystemExit(2) from None
 
 _USAGE = """\
 usage: python launch.py --config=configs/NAME.py[:smoke] [--config.KEY=VALUE ...] [flags]

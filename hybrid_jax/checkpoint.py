@@ -8,18 +8,21 @@ from its main thread.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
-from jax.experimental import multihost_utils
 
+from hybrid_jax import distributed
 from hybrid_jax.errors import UserError
 from hybrid_jax.optimizer import leaf_paths
 
@@ -31,11 +34,14 @@ PyTree = Any
 SCHEMA = 1  # raise when the state's tree changes in a way that old checkpoints cannot be read into
 PACKAGES = ("hybrid_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _STATE = "state"
-# Keys of the config that say which sample a step sees; changing one on resume deserves a word.
-_SAMPLE_KEYS = (
-    "train.global_batch_size", "train.sequence_length", "train.seed", "data.source", "data.path",
-    "data.tokenizer", "data.bpe_vocab_size", "data.validation_fraction", "data.isolate_documents",
-)  # fmt: skip
+# Keys of the config that may differ from one start of a run to the next without a word.
+_FREE_KEYS = {
+    "train": ("steps", "max_bad_steps", "profile_steps", "micro_batch_size"),
+    "model": ("remat", "loss_chunk_tokens"),
+    "optimizer": (),
+    "data": ("cache_dir",),
+}
+_NAMED_CHANGES = 8  # more are counted
 
 
 def describe(cfg: Config, fingerprint: str) -> dict[str, Any]:
@@ -58,16 +64,29 @@ def describe(cfg: Config, fingerprint: str) -> dict[str, Any]:
 
 
 def changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Lines about what now makes a step see other samples than when the checkpoint was written."""
+    """Lines about what makes the run go on otherwise than it began: model, optimizer, samples."""
+    if not saved.get("config"):
+        return ["this checkpoint's record of its config is missing: whether it is the same one is not known"]
     lines = []
-    for key in _SAMPLE_KEYS:
-        section, name = key.split(".")
-        old, new = (d.get("config", {}).get(section, {}).get(name) for d in (saved, current))
-        if old != new:
-            lines.append(f"config.{key} was {old!r} when this checkpoint was written and is {new!r} now")
-    if not lines and saved.get("data") != current["data"]:
-        lines.append("the data changed since this checkpoint was written; training goes on with the new data")
+    for section, free in _FREE_KEYS.items():
+        old, new = (_flat(d["config"].get(section, {}), f"config.{section}") for d in (saved, current))
+        for key, value in new.items():
+            if key.split(".", 2)[2] not in free and key in old and old[key] != value:
+                lines.append(f"{key} was {old[key]!r} when this checkpoint was written and is {value!r} now")
+    if len(lines) > _NAMED_CHANGES:
+        lines[_NAMED_CHANGES:] = [f"{len(lines) - _NAMED_CHANGES} more keys of the config changed"]
+    if not any("config.data." in line or "config.train." in line for line in lines):
+        if saved.get("data") != current["data"]:
+            lines.append("the data changed since this checkpoint was written; training goes on with the new data")
     return lines
+
+
+def _flat(section: dict[str, Any], prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        path = f"{prefix}.{name}"
+        found |= _flat(value, path) if isinstance(value, dict) else {path: value}
+    return found
 
 
 def mismatches(saved: PyTree, wanted: PyTree) -> list[str]:
@@ -118,15 +137,28 @@ class Checkpoints:
     def save(self, step: int, state: PyTree) -> None:
         """Starts writing; returns when `state` has been copied, so that it may be donated. Replaces
         nothing."""
-        if step not in self.steps():
+        if step in self.steps():
+            return
+        with self._writing():
             self._orbax.save_async(step, state, force=True, checkpointable_name=_STATE, custom_metadata=self.meta)
 
     def wait(self) -> None:
-        """Until what was started has been written. Raises if writing failed."""
-        self._orbax.wait()
+        """Until what was started has been written. Raises UserError if writing failed."""
+        with self._writing():
+            self._orbax.wait()
 
     def close(self) -> None:
-        self._orbax.close()
+        with self._writing():
+            self._orbax.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # orbax raises many kinds, also for a full disk
+            newest = self.steps()
+            kept = f"checkpoint {newest[-1]} is kept" if newest else "there is none yet"
+            raise UserError(f"{self.folder}: a checkpoint could not be written: {_one_line(error)}; {kept}") from error
 
     def restore(self, wanted: PyTree) -> tuple[PyTree, int, dict[str, Any]] | None:
         """(state, step, meta) of the newest checkpoint that can be read, or None when there is none.
@@ -139,7 +171,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             began = time.perf_counter()
             state, meta, reason = self._try_restore(step, wanted)
-            if not _everywhere(not reason):
+            if not distributed.everywhere(not reason):
                 reasons.append(f"{step}: {reason or 'unreadable in another process'}")
                 self.log(f"checkpoint {step} cannot be read and is passed over ({reason})")
                 continue
@@ -161,16 +193,23 @@ class Checkpoints:
             meta, saved = dict(found.custom_metadata or {}), found.metadata
             if isinstance(saved, dict) and set(saved) == {_STATE}:
                 saved = saved[_STATE]
-        except Exception as error:  # orbax raises many kinds, by which file is damaged
-            return None, {}, _one_line(error)
+        except Exception:  # orbax raises many kinds, by which file is damaged
+            return None, {}, "its files are incomplete or damaged"
         if saved is None:
             return None, {}, "its index is damaged"
         self._check(step, meta, saved, wanted)
+        asyncio_log = logging.getLogger("asyncio")  # one traceback for each file that is not there
+        level = asyncio_log.level
+        asyncio_log.setLevel(logging.CRITICAL + 1)
         try:
             state = self._orbax.load(step, wanted, checkpointable_name=_STATE)
             jax.block_until_ready(state)
-        except Exception as error:
-            return None, {}, _one_line(error)
+        except Exception:
+            return None, {}, "its files are incomplete or damaged"
+        finally:
+            asyncio_log.setLevel(level)
+        if not bool(_all_finite(state)):
+            return None, {}, "it holds values that are not finite"
         return state, meta, ""
 
     def _check(self, step: int, meta: dict[str, Any], saved: PyTree, wanted: PyTree) -> None:
@@ -192,11 +231,10 @@ class Checkpoints:
         )
 
 
-def _everywhere(ok: bool) -> bool:
-    """Whether `ok` holds in every process of the run."""
-    if jax.process_count() == 1:
-        return ok
-    return bool(np.all(multihost_utils.process_allgather(np.asarray(ok))))
+@jax.jit
+def _all_finite(state: PyTree) -> jax.Array:
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in floats]))
 
 
 def _one_line(error: Exception) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hybrid_jax import config as config_lib
 from hybrid_jax.errors import UserError
 from hybrid_jax.metrics import read_jsonl
 from hybrid_jax.report import aligned
@@ -92,12 +93,31 @@ def _zero_shot(milestones: dict[str, Any]) -> list[str]:
     return ["", *aligned(rows)]
 
 
-def _tokens_per_step(folder: Path) -> int:
+def _config(folder: Path) -> dict[str, Any]:
     try:
-        train = json.loads((folder / "config.json").read_text(encoding="utf-8"))["train"]
-        return train["global_batch_size"] * train["sequence_length"]
-    except (OSError, ValueError, KeyError):
-        return 0
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _tokens_per_step(config: dict[str, Any]) -> int:
+    train = config.get("train", {})
+    return train.get("global_batch_size", 0) * train.get("sequence_length", 0)
+
+
+def differences(config: dict[str, Any], name: str) -> list[str]:
+    """What of a run's config makes its losses other than those published for the config file `name`."""
+    from hybrid_jax import config_file
+
+    path = FOLDERS[0].parent / f"{name}.py"
+    if not config or not path.exists():
+        return []
+    want = config_lib.to_dict(config_file.load(str(path)))
+    keys = [("model", k) for k in want["model"] if k not in ("remat", "scan_layers", "loss_chunk_tokens")]
+    keys += [("data", "source"), ("data", "tokenizer"), ("train", "sequence_length")]
+    names = [f"{s}.{k}" for s, k in keys if config.get(s, {}).get(k) != want[s][k]]
+    return [f"Its config differs in {', '.join(names)}: the losses are not comparable."] if names else []
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -108,7 +128,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         milestones = load_milestones(options.to)
-        print(table(load_run(options.run), milestones, _tokens_per_step(options.run)))
+        config = _config(options.run)
+        print(table(load_run(options.run), milestones, _tokens_per_step(config)))
+        print(*differences(config, options.to), sep="\n", end="")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+import numpy as np
+
 from hybrid_jax.errors import UserError
 
 ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -85,3 +87,14 @@ def is_main() -> bool:
     import jax
 
     return jax.process_index() == 0
+
+
+def everywhere(ok: bool) -> bool:
+    """Whether `ok` holds in every process of the run; all of them must ask. Devices must be up."""
+    import jax
+
+    if jax.process_count() == 1:
+        return ok
+    from jax.experimental import multihost_utils
+
+    return bool(np.all(multihost_utils.process_allgather(np.asarray(ok))))

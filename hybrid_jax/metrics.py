@@ -7,6 +7,7 @@ k-th update, and a checkpoint k holds the state after it.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import secrets
@@ -38,7 +39,7 @@ class JsonlWriter:
     def __init__(self, path: Path, keep_to: int = 0):
         """Keeps the lines of steps <= `keep_to` of an older file: what a resumed run has not seen did not
         happen."""
-        kept = [line for line in read_jsonl(path) if line.get("step", 0) <= keep_to]
+        kept = [line for line in read_jsonl(path) if line["step"] <= keep_to]
         scratch = path.with_suffix(".tmp")
         scratch.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(scratch, path)
@@ -70,9 +71,17 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
                 line = json.loads(text)
             except json.JSONDecodeError:
                 continue
-            if isinstance(line, dict):
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
                 lines.append(line)
     return lines
+
+
+def set_aside(path: Path) -> bool:
+    """Renames a metrics file that has lines in it to NAME.old; whether there was one."""
+    if not read_jsonl(path):
+        return False
+    os.replace(path, path.with_name(path.name + ".old"))
+    return True
 
 
 class TensorBoardWriter:
@@ -81,7 +90,7 @@ class TensorBoardWriter:
             from tensorboardX import SummaryWriter
         except ImportError:
             raise UserError(
-                "config.log.tensorboard: tensorboardX is not installed; run: pip install 'hybrid_jax[track]'"
+                "config.log.tensorboard: tensorboardX is not installed; run: pip install -e '.[track]'"
             ) from None
         # purge_step hides what an earlier process wrote beyond the restored step.
         self._writer = SummaryWriter(str(folder), purge_step=keep_to + 1 if keep_to else None)
@@ -102,7 +111,7 @@ class WandbWriter:
         try:
             import wandb
         except ImportError:
-            raise UserError("config.log.wandb: wandb is not installed; run: pip install 'hybrid_jax[track]'") from None
+            raise UserError("config.log.wandb: wandb is not installed; run: pip install -e '.[track]'") from None
         from hybrid_jax import config as config_lib
 
         # One id per run folder, so that a resumed run goes on in the same curve.
@@ -139,6 +148,13 @@ def open_writers(cfg: Config, folder: Path, restored_step: int) -> list[Writer]:
     return [JsonlWriter(folder / "metrics.jsonl", restored_step), *writers]
 
 
+class _Lines(logging.Handler):
+    console: Console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.console.phase(record.getMessage())
+
+
 class Console:
     """What a person sees: dated lines (also kept in train.log), and the progress of training.
 
@@ -171,6 +187,18 @@ class Console:
         print(text, file=self.stream, flush=True)
         if self._log:
             print(text, file=self._log, flush=True)
+
+    def record(self, text: str) -> None:
+        """Keeps `text` in train.log alone."""
+        if self._log:
+            print(text, file=self._log, flush=True)
+
+    def handler(self) -> logging.Handler:
+        """For Python's logging: what the package logs from INFO on stands among the other lines."""
+        handler = _Lines(logging.INFO)
+        handler.console = self
+        logging.getLogger("hybrid_jax").setLevel(logging.INFO)
+        return handler
 
     def phase(self, text: str) -> None:
         """A line with the seconds since the start: which phase a slow or hanging run is in."""

@@ -68,7 +68,7 @@ def finish(config: ml_collections.ConfigDict, variant: str) -> ml_collections.Co
         return config
     if variant != "smoke":
         raise UserError(f"variant {variant!r} is not known; there is only 'smoke', as in --config=FILE.py:smoke")
-    config.train.update(steps=10, global_batch_size=8, sequence_length=128)
+    config.train.update(steps=5, global_batch_size=8, sequence_length=64)
     config.optimizer.update(warmup_steps=1, decay_steps=0)
     config.data.update(source="python", tokenizer="bytes")
     config.eval.update(every_steps=0, batches=1, sample_tokens=32)

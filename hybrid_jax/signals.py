@@ -36,5 +36,5 @@ class StopRequest:
             os._exit(130)  # threads may hold locks: nothing orderly is left to try
         if not self.signal:
             self.signal = number
-            name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-            os.write(2, f"\n{name}: stopping after this step (Ctrl-C again aborts at once)\n".encode())
+            name, more = ("Ctrl-C", "Ctrl-C again") if number == signal.SIGINT else ("SIGTERM", "Ctrl-C")
+            os.write(2, f"\n{name}: stopping after this step ({more} aborts at once)\n".encode())

@@ -7,11 +7,14 @@ update.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
+import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -32,16 +35,34 @@ def run(cfg: Config) -> None:
     signal."""
     distributed.initialize()
     main = distributed.is_main()
-    workdir = Path(cfg.workdir)
-    if main:
-        _make_folder(workdir)
+    workdir = Path(cfg.workdir).expanduser()
+    problem, lock = _claim(workdir) if main else ("", None)
+    if not distributed.everywhere(not problem):
+        raise UserError(problem or "config.workdir: process 0 cannot use it; its own output says why")
+    try:
+        _logged(cfg, workdir, main)
+    except OSError as error:
+        place = error.filename or workdir
+        raise UserError(f"{place}: {error.strerror or error}; the run's folder is {workdir}") from error
+    finally:
+        if lock:
+            lock.close()
+
+
+def _logged(cfg: Config, workdir: Path, main: bool) -> None:
     console = metrics.Console(workdir / "train.log", quiet=not main)
+    handler = console.handler()
+    logging.getLogger("hybrid_jax").addHandler(handler)
     try:
         _run(cfg, workdir, console)
     except KeyboardInterrupt:  # outside the loop, which has its own answer to it
-        console.text("interrupted; run the same command to go on from the newest checkpoint")
+        console.text("interrupted; run the same command to go on from the newest checkpoint, if there is one")
         raise SystemExit(130) from None
+    except UserError as error:
+        console.record(f"error: {error}")
+        raise
     finally:
+        logging.getLogger("hybrid_jax").removeHandler(handler)
         console.close()
 
 
@@ -60,11 +81,16 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
     if main:
         console.text(report.banner(cfg, jax.devices(), workdir))
         console.text(f"data        {train_data.description}")
-        _write(workdir / "config.json", json.dumps(config_lib.to_dict(cfg), indent=2) + "\n")
+    prompt = _prompt(cfg, train_data)
 
     # ---- state: restored, or fresh -----------------------------------------------
     meta = checkpoint.describe(cfg, train_data.fingerprint)
     checkpoints = restored = None
+    if not cfg.checkpoint.every_steps and any((workdir / "checkpoints").glob("[0-9]*")):
+        raise UserError(
+            f"config.checkpoint.every_steps: 0, but {workdir}/checkpoints holds those of a run that this one would "
+            "not go on with; set another config.workdir, or a number of steps"
+        )
     if cfg.checkpoint.every_steps:
         checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", cfg.checkpoint.keep, meta, console.phase)
         restored = checkpoints.restore(programs.state)
@@ -78,8 +104,12 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
             state, start = programs.init(cfg.train.seed), 0
 
     # ---- training and last words -------------------------------------------------
+    if main:
+        _write(workdir / "config.json", json.dumps(config_lib.to_dict(cfg), indent=2) + "\n")
+        if not restored and metrics.set_aside(workdir / "metrics.jsonl"):
+            console.text("note: the metrics.jsonl of an earlier run is kept as metrics.jsonl.old")
     writers = metrics.open_writers(cfg, workdir, start) if main else []
-    training = Training(cfg, workdir, console, programs, checkpoints, writers, valid_data)
+    training = Training(cfg, workdir, console, programs, checkpoints, writers, valid_data, prompt)
     training.state, training.done = state, start
     del state  # each step gives its memory to the next
     try:
@@ -106,7 +136,9 @@ class Training:
         checkpoints: checkpoint.Checkpoints | None,
         writers: list[metrics.Writer],
         valid_data: Dataset | None,
+        prompt: list[int],
     ):
+        self.prompt = prompt
         self.cfg, self.workdir, self.console, self.programs = cfg, workdir, console, programs
         self.checkpoints, self.writers, self.valid_data = checkpoints, writers, valid_data
         self.placement = feed.Placement(batch_shape(cfg, programs.mesh), sharding.batch_sharding(programs.mesh))
@@ -221,8 +253,11 @@ class Training:
         wrong = self.programs.backward_order(np.flatnonzero(~got["finite"]).tolist())
         parts = [] if np.isfinite(got["loss"]) else ["the loss"]
         if wrong:
-            others = f" and {len(wrong) - 1} of the other {len(got['finite']) - 1} groups" if len(wrong) > 1 else ""
-            parts.append(f"the gradient of {self.programs.describe_group(wrong[0])}{others}")
+            first, groups = self.programs.describe_group(wrong[0]), len(got["finite"])
+            others = f" and of {len(wrong) - 1} of the other {groups - 1} groups" if len(wrong) > 1 else ""
+            if len(wrong) == groups:
+                others = f" and of all {groups - 1} other groups"
+            parts.append(f"the gradient of {first}{others}")
         what = " and ".join(parts) or "the gradient norm"
         self.console.text(f"step {step}: {what} not finite; update skipped ({self.bad_steps} in a row)")
         if self.bad_steps < self.cfg.train.max_bad_steps:
@@ -254,6 +289,12 @@ class Training:
         if self.bad_steps:  # what led here may be in the state: do not push good checkpoints out
             self.console.text(f"step {self.done}: not saved, as it was not finite")
             return
+        finite, _ = self.programs.inspect(self.state["params"])
+        if not finite.all():
+            bad = self.programs.describe_group(int(np.argmin(finite)))
+            newest = self.checkpoints.steps()
+            kept = f"checkpoint {newest[-1]} is kept: run the same command to go on from there" if newest else ""
+            raise UserError(f"step {self.done}: the parameters of {bad} are not finite and were not saved; {kept}")
         self.checkpoints.save(self.done, self.state)
 
     def _stop(self) -> None:
@@ -320,14 +361,18 @@ class Training:
         params = _on_one_device(self.state["params"])
         if not distributed.is_main():
             return
-        prompt = tokenizer.encode(cfg.eval.sample_prompt) or [tokenizer.end_of_document]
         ids = generate(
-            self.programs.model, params, prompt, cfg.eval.sample_tokens,
+            self.programs.model, params, self.prompt, cfg.eval.sample_tokens,
             temperature=cfg.eval.sample_temperature, seed=cfg.train.seed,
         )  # fmt: skip
         text = cfg.eval.sample_prompt + tokenizer.decode(ids)
         _write(self.workdir / "sample.txt", text + "\n")
-        self.console.text(f"---- sample ----\n{text}\n----------------")
+        if text.strip():
+            self.console.text(f"---- sample ----\n{text}\n----------------")
+        else:
+            self.console.text(
+                "no sample: the ids drawn spell no text, as the vocabulary is larger than the tokenizer's"
+            )
 
     def _plot(self) -> None:
         if not self.writers:
@@ -394,13 +439,37 @@ def _on_one_device(params: Any) -> Any:
     return jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else jax.device_get(x), params)
 
 
-def _make_folder(folder: Path) -> None:
+def _prompt(cfg: Config, train_data: Dataset) -> list[int]:
+    """The ids that the sample begins with. Raises UserError now, not after the run, if they cannot be had."""
+    if not cfg.eval.sample_tokens:
+        return []
+    tokenizer = train_data.tokenizer
+    # Nothing ever follows an end of document in training, so an empty prompt is a line's beginning.
+    return tokenizer.encode(cfg.eval.sample_prompt) or tokenizer.encode("\n") or [0]
+
+
+def _claim(folder: Path) -> tuple[str, IO[str] | None]:
+    """Makes the run's folder and takes its lock: ("", lock), or (what is wrong, None)."""
     try:
+        if folder.exists() and not folder.is_dir():
+            return f"config.workdir: {folder} is a file, not a folder", None
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / ".writable", "")
-        (folder / ".writable").unlink()
+        lock = (folder / ".lock").open("a+", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"config.workdir: cannot write to {folder}: {error.strerror or error}") from None
+        return f"config.workdir: cannot write to {folder}: {error.strerror or error}", None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().strip() or "another process"
+        lock.close()
+        return f"config.workdir: another run ({owner}) is writing to {folder}; set another one, or stop it", None
+    except OSError:  # a file system without locks
+        return "", lock
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+    return "", lock
 
 
 def _write(path: Path, text: str) -> None:

@@ -110,9 +110,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "A_log decayed",
         "hybrid_jax/optimizer.py",
-        'UNDECAYED_NAMES = ("A_log", "dt_bias", "D")',
-        'UNDECAYED_NAMES = ("dt_bias", "D")',
-        "tests/test_optimizer.py::test_decay_set_by_name_and_by_the_rank_of_one_layer",
+        """    rank -= parts[0] == STACKED
+    if rank <= 1 or parts[-1] in UNDECAYED_NAMES:
+""",
+        """    if rank <= 1 or parts[-1] in ("dt_bias", "D"):  # the rank of the stack, where A_log looks like a matrix
+""",
+        "tests/test_optimizer.py::test_decay_sets_of_a_stacked_model",
     ),
     Mutant(
         "schedule off by one",

@@ -1,5 +1,6 @@
 """Checkpoints: what is kept, what is found again, and what a wrong or damaged one leads to."""
 
+import dataclasses
 import os
 import re
 
@@ -123,6 +124,32 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(tmp_path):
     assert step == 4 and float(state["params"]["norm"]["weight"][0]) == 40.0
 
 
+def test_a_checkpoint_with_values_that_are_not_finite_is_passed_over(tmp_path):
+    _written(tmp_path, steps=(1,))
+    with _open(tmp_path) as checkpoints:
+        state = _state(2.0)
+        state["params"]["norm"]["weight"] = state["params"]["norm"]["weight"].at[1].set(jnp.nan)
+        checkpoints.save(2, state)
+        checkpoints.wait()
+    log = []
+    with _open(tmp_path, log) as checkpoints:
+        state, step, _ = checkpoints.restore(_wanted())
+    assert step == 1 and any("checkpoint 2 cannot be read" in line and "not finite" in line for line in log)
+    _equal(state, 1.0)
+
+
+def test_a_write_that_fails_is_one_line(tmp_path, monkeypatch):
+    _written(tmp_path, steps=(1,))
+    with _open(tmp_path) as checkpoints:
+
+        def full(*unused, **named):
+            raise ValueError("OUT_OF_RANGE: Failed writing:\nNo space left on device")
+
+        monkeypatch.setattr(checkpoints._orbax, "save_async", full)
+        with pytest.raises(UserError, match=r"could not be written: .*No space left on device; checkpoint 1 is kept"):
+            checkpoints.save(2, _state(2.0))
+
+
 def test_when_none_can_be_read_the_run_does_not_start_anew_in_silence(tmp_path):
     _written(tmp_path, steps=(1, 2))
     for step in ("1", "2"):
@@ -170,3 +197,8 @@ def test_description_of_a_run():
     other = checkpoint.describe(Config(model=cfg.model, train=TrainConfig(seed=8)), "beef")
     assert checkpoint.changes(meta, other) == ["config.train.seed was 7 when this checkpoint was written and is 8 now"]
     assert "the data changed" in checkpoint.changes(meta, {**meta, "data": "beef"})[0]
+    model = dataclasses.replace(cfg.model, norm_eps=1e-5, gdn=dataclasses.replace(cfg.model.gdn, allow_neg_eigval=True))
+    longer = checkpoint.describe(Config(model=model, train=TrainConfig(seed=7, steps=9)), "f00d")
+    told = checkpoint.changes(meta, longer)
+    assert len(told) == 2 and "config.model.norm_eps was 1e-06" in told[0] and "gdn.allow_neg_eigval was" in told[1]
+    assert "record of its config is missing" in checkpoint.changes({}, meta)[0]

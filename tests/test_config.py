@@ -11,7 +11,7 @@ import ml_collections
 import pytest
 
 from hybrid_jax import config as config_lib
-from hybrid_jax import config_file
+from hybrid_jax import config_checks, config_file
 from hybrid_jax.config import Config, GDNConfig, ModelConfig, default_config
 from hybrid_jax.errors import UserError
 
@@ -170,6 +170,11 @@ def test_values_of_the_wrong_kind(key, text, words):
         ({"train.seed": "-1"}, "config.train.seed"),
         ({"train.profile_steps": "10"}, "config.train.profile_steps"),
         ({"train.profile_steps": "13:10"}, "config.train.profile_steps"),
+        ({"train.profile_steps": "0:3"}, "config.train.profile_steps"),
+        ({"train.profile_steps": "601:603"}, "config.train.profile_steps"),
+        ({"train.sequence_length": "4194304"}, "config.train.sequence_length"),
+        ({"model.pattern": "*-", "train.sequence_length": "5000000"}, "config.train.sequence_length"),
+        ({"kernels.backend": "triton"}, "config.kernels.backend"),
         ({"optimizer.learning_rate": "0"}, "config.optimizer.learning_rate"),
         ({"optimizer.min_learning_rate": "1"}, "config.optimizer.min_learning_rate"),
         ({"optimizer.warmup_steps": "601", "optimizer.decay_steps": "600"}, "config.optimizer.warmup_steps"),
@@ -191,6 +196,28 @@ def test_impossible_sizes_name_the_key(overrides, key):
     # steps are pinned, so that the message under test does not depend on how long the demo trains
     found = message(("train.steps", "600"), ("train.global_batch_size", "8"), *overrides.items())
     assert found.startswith(key + (":" if " " not in key else "")), found
+
+
+def test_what_the_checks_leave_alone():
+    for steps in ("5:5", "600:600", "599:700"):
+        assert resolved(("train.steps", "600"), ("train.profile_steps", steps)).train.profile_steps == steps
+    assert "train.steps 480" in message(("train.steps", "480"), ("train.profile_steps", "900:903"))
+    for backend in ("auto", "reference", "chunked"):
+        assert resolved(("kernels.backend", backend)).kernels.backend == backend
+    assert resolved(("train.sequence_length", "4194303")).train.sequence_length == 4_194_303
+    without_positions = [
+        (("model.pattern", "GKS-"),),
+        (("model.mla.rope.style", "none"), ("model.gqa.rope.style", "none")),
+        (("model.pattern", "*-"), ("model.mla.qk_rope_head_dim", "0")),
+    ]
+    for overrides in without_positions:
+        assert resolved(*overrides, ("train.sequence_length", "9000000")).train.sequence_length == 9_000_000
+
+
+def test_the_longest_row_is_where_the_rotary_tables_end():
+    from hybrid_jax.layers import rotary
+
+    assert config_checks.MAX_LENGTH == rotary._LOW * rotary._HIGH
 
 
 def test_sections_that_the_stack_does_not_use_may_be_empty():

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import sys
+import types
 
 import pytest
 
@@ -72,10 +73,66 @@ def test_tensorboard_events_can_be_read_back(tmp_path):
 def test_a_missing_tracker_is_one_line_with_the_remedy(tmp_path, monkeypatch, module, key):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
-        UserError, match=rf"config\.log\.{key}: {module} is not installed.*pip install 'hybrid_jax\[track\]'"
+        UserError, match=rf"config\.log\.{key}: {module} is not installed.*pip install -e '\.\[track\]'"
     ):
         metrics.open_writers(Config(log=LogConfig(**{key: True})), tmp_path, 0)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+class _Wandb(types.ModuleType):
+    """As much of wandb as a run uses; a server's side of it: steps that do not go up are dropped."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.starts, self.metrics, self.rows, self.finished = [], [], [], 0
+
+    def init(self, **arguments):
+        self.starts.append(arguments)
+        return self
+
+    def define_metric(self, name, step_metric=None):
+        self.metrics.append((name, step_metric))
+
+    def log(self, values, step=None):
+        last = self.rows[-1][0] if self.rows else 0
+        if step is None or step > last:
+            self.rows.append((last + 1 if step is None else step, dict(values)))
+
+    def finish(self):
+        self.finished += 1
+
+
+def test_wandb_goes_on_in_the_same_curve_and_shows_the_steps_done_again(tmp_path, monkeypatch):
+    fake = _Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    cfg = Config(log=LogConfig(wandb=True, wandb_project="p"))
+    folder = tmp_path / "a_run"
+    folder.mkdir()
+    for restored, steps in ((0, (1, 2, 3)), (1, (2, 3, 4))):  # stopped after 3, the checkpoint is of 1
+        writers = metrics.open_writers(cfg, folder, restored)
+        for step in steps:
+            for writer in writers:
+                writer.write(step, {**VALUES, "loss": step + restored / 10, "nonfinite": ["x"]})
+        for writer in writers:
+            writer.close()
+    assert fake.finished == 2
+    first, second = fake.starts
+    assert first == second
+    assert (first["mode"], first["project"], first["name"], first["dir"]) == ("offline", "p", "a_run", str(folder))
+    assert first["resume"] == "allow" and first["config"]["log"]["wandb"] is True
+    assert first["id"] == (folder / "wandb_id").read_text() and len(first["id"]) >= 8
+    assert fake.metrics == [("*", "step")] * 2
+    assert [(row["step"], row["loss"]) for _, row in fake.rows] == [
+        *((1, 1.0), (2, 2.0), (3, 3.0)),
+        *((2, 2.1), (3, 3.1), (4, 4.1)),
+    ]
+    assert set(fake.rows[0][1]) == {"step", *VALUES}
+
+    other = tmp_path / "another_run"
+    other.mkdir()
+    online = Config(log=LogConfig(wandb=True, wandb_mode="online"))
+    metrics.open_writers(online, other, 0)
+    assert fake.starts[-1]["mode"] == "online" and fake.starts[-1]["id"] != first["id"]
 
 
 def test_trackers_are_off_and_offline_unless_asked(tmp_path):

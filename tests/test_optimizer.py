@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import tiny_hybrid
+from hybrid_jax import config as config_lib
 from hybrid_jax import optimizer
 from hybrid_jax.config import OptimizerConfig
+from hybrid_jax.model import Model
+from tests.tiny import EVERY_KIND, tiny_config
 
 # gdn_300m's own recipe.
 RECIPE = OptimizerConfig(learning_rate=2e-4, min_learning_rate=2e-5, warmup_steps=200, decay_steps=4768)
@@ -92,23 +96,94 @@ def test_decay_set_by_name_and_by_the_rank_of_one_layer():
     ]
 
 
-def test_decay_set_of_a_model_with_every_kind_of_sublayer():
-    from configs import tiny_hybrid
-    from hybrid_jax import config as config_lib
-    from hybrid_jax.model import Model
+def _listed(text):
+    """Paths of a list such as "tail.1.mlp: down_proj gate_proj", a line a prefix; ".weight" is left out."""
+    paths = []
+    for line in text.split("\n"):
+        prefix, colon, names = line.strip().rpartition(":")
+        for name in names.split():
+            whole = name if name.split(".")[-1] in ("A_log", "D", "bias", "dt_bias") else f"{name}.weight"
+            paths.append(f"{prefix}.{whole}" if colon else whole)
+    return sorted(paths)
 
-    params = Model(config_lib.resolve(tiny_hybrid.get_config()).model).abstract_params()
-    decayed, undecayed = optimizer.decay_sets(params)
 
-    def kind(path):
-        parts = [p for p in path.split(".") if not p.isdigit() and p not in ("layers", "tail", "mixer", "mlp")]
-        return ".".join(parts)
+def _assert_decay_sets(model_config, decayed, undecayed):
+    params = Model(model_config).abstract_params()
+    assert tuple(sorted(paths) for paths in optimizer.decay_sets(params)) == (_listed(decayed), _listed(undecayed))
+    mask = dict(optimizer.leaf_paths(optimizer.decay_mask(params)))
+    assert sorted(path for path, value in mask.items() if value) == _listed(decayed)
 
-    last = {path.split(".")[-1] for path in decayed}
-    assert last == {"weight"}
-    assert {kind(p) for p in undecayed} >= {"A_log", "dt_bias", "D", "norm.weight", "o_norm.weight"}
-    assert all("norm" in p or p.split(".")[-1] in ("A_log", "dt_bias", "D", "bias") for p in undecayed)
-    assert {"embed.weight", "q_conv1d.weight", "q_proj.weight", "up_proj.weight"} <= {kind(p) for p in decayed}
+
+def test_decay_sets_of_the_tiny_hybrid():
+    """`*-G-G-K-S-A-` has no period: nothing is stacked."""
+    decayed = """
+        embed
+        tail.0.mixer: q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj
+        tail.1.mlp: gate_proj up_proj down_proj
+        tail.2.mixer: q_proj k_proj v_proj q_conv1d k_conv1d v_conv1d a_proj b_proj g_proj o_proj
+        tail.3.mlp: gate_proj up_proj down_proj
+        tail.4.mixer: q_proj k_proj v_proj q_conv1d k_conv1d v_conv1d a_proj b_proj g_proj o_proj
+        tail.5.mlp: gate_proj up_proj down_proj
+        tail.6.mixer: q_proj k_proj v_proj q_conv1d k_conv1d v_conv1d b_proj f_a_proj f_b_proj g_a_proj g_b_proj o_proj
+        tail.7.mlp: gate_proj up_proj down_proj
+        tail.8.mixer: in_proj conv1d out_proj
+        tail.9.mlp: gate_proj up_proj down_proj
+        tail.10.mixer: q_proj k_proj v_proj o_proj
+        tail.11.mlp: gate_proj up_proj down_proj
+    """
+    undecayed = """
+        tail.0: norm mixer.q_a_layernorm mixer.kv_a_layernorm
+        tail.1: norm
+        tail.2: norm mixer.A_log mixer.dt_bias mixer.o_norm
+        tail.3: norm
+        tail.4: norm mixer.A_log mixer.dt_bias mixer.o_norm
+        tail.5: norm
+        tail.6: norm mixer.A_log mixer.dt_bias mixer.o_norm mixer.g_b_proj.bias
+        tail.7: norm
+        tail.8: norm mixer.A_log mixer.dt_bias mixer.D mixer.conv1d.bias mixer.norm
+        tail.9: norm
+        tail.10: norm
+        tail.11: norm
+        norm
+    """
+    _assert_decay_sets(config_lib.resolve(tiny_hybrid.get_config()).model, decayed, undecayed)
+
+
+def test_decay_sets_of_a_stacked_model():
+    """Every kind of sublayer, with every optional parameter, and one axis more than a layer has."""
+    cfg = tiny_config(
+        "x",
+        model__pattern=2 * EVERY_KIND + "*",
+        model__tie_word_embeddings=False,
+        model__gqa__qk_norm=True,
+        model__gqa__bias=True,
+        model__gqa__output_gate=True,
+    )
+    shapes = dict(optimizer.leaf_paths(Model(cfg.model).abstract_params()))
+    assert shapes["layers.2.mixer.A_log"].shape == (2, 2)  # two repeats of KDA's two heads: as a matrix is
+    decayed = """
+        embed
+        layers.0.mixer: q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj
+        layers.1.mixer: q_proj k_proj v_proj q_conv1d k_conv1d v_conv1d a_proj b_proj g_proj o_proj
+        layers.2.mixer: q_proj k_proj v_proj q_conv1d k_conv1d v_conv1d b_proj f_a_proj f_b_proj
+        layers.2.mixer: g_a_proj g_b_proj o_proj
+        layers.3.mixer: in_proj conv1d out_proj
+        layers.4.mixer: q_proj k_proj v_proj o_proj
+        layers.5.mlp: gate_proj up_proj down_proj
+        tail.0.mixer: q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj
+        lm_head
+    """
+    undecayed = """
+        layers.0: norm mixer.q_a_layernorm mixer.kv_a_layernorm
+        layers.1: norm mixer.A_log mixer.dt_bias mixer.o_norm
+        layers.2: norm mixer.A_log mixer.dt_bias mixer.o_norm mixer.g_b_proj.bias
+        layers.3: norm mixer.A_log mixer.dt_bias mixer.D mixer.conv1d.bias mixer.norm
+        layers.4: norm mixer.q_proj.bias mixer.k_proj.bias mixer.v_proj.bias mixer.q_norm mixer.k_norm
+        layers.5: norm
+        tail.0: norm mixer.q_a_layernorm mixer.kv_a_layernorm
+        norm
+    """
+    _assert_decay_sets(cfg.model, decayed, undecayed)
 
 
 def test_update_equals_adamw_written_out():

@@ -1,6 +1,7 @@
 """The training run: accumulation, skipped updates, resuming, signals, and what lies in its folder
 afterwards."""
 
+import fcntl
 import json
 import os
 import signal
@@ -84,8 +85,45 @@ def test_accumulated_gradients_equal_one_large_batch_with_uneven_counts(mesh):
         assert leaf.dtype == jnp.float32, path
 
 
+def test_z_loss_is_in_the_gradient_and_not_in_the_logged_loss(mesh):
+    """Against the formula written out over the logits: mean of nll + 0.5 log(Z)^2; also when accumulated."""
+    plain = tiny_config("x", model__pattern="A-")
+    params = step.Programs(plain, mesh).model.init(jax.random.key(0))
+    params["embed"]["weight"] *= 20.0  # so that log(Z) varies
+
+    def written_out(params, weight):
+        batch = uneven_batch(plain, (8, 32))
+        keep = batch["targets"] >= 0
+        logits = step.Programs(plain, mesh).model.logits(
+            params, batch["tokens"], batch["segment_ids"], batch["positions"]
+        )
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        nll = log_z - jnp.take_along_axis(logits, jnp.maximum(batch["targets"], 0)[..., None], -1)[..., 0]
+        mean = [jnp.sum(jnp.where(keep, x, 0.0)) / jnp.sum(keep) for x in (nll, log_z**2)]
+        return mean[0] + weight * mean[1], mean[0]
+
+    wanted = jax.jit(jax.value_and_grad(written_out, has_aux=True))
+    (objective, loss), gradient = wanted(params, 0.5)
+    assert rms_error(wanted(params, 0.0)[1], gradient) > 0.1  # the z-loss is a good part of it
+    norm = np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(gradient)))
+    for micro in (0, 2):
+        cfg = tiny_config("x", model__pattern="A-", model__z_loss=0.5, train__micro_batch_size=micro)
+        programs = step.Programs(cfg, mesh)
+        batch = uneven_batch(cfg, step.batch_shape(cfg, mesh))
+        with jax.set_mesh(mesh):
+            values, grads = jax.jit(programs.gradients)(params, batch)
+            assert float(values["objective"]) == pytest.approx(float(objective), rel=1e-5)
+            error = rms_error(grads, gradient)
+            assert error < 1e-5, error
+            state = {**programs.init(0), "params": params}
+            state = jax.tree.map(lambda x, s: jax.device_put(jnp.copy(x), s.sharding), state, programs.state)
+            _, numbers = programs.compile_step()(state, batch, programs.stop_flags(0))
+        assert float(numbers["loss"]) == pytest.approx(float(loss), rel=1e-5)
+        assert float(numbers["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+
+
 def test_a_step_that_is_not_finite_changes_nothing_and_says_where(mesh):
-    programs = step.Programs(tiny_config("x", model__pattern="A-"), mesh)
+    programs = step.Programs(tiny_config("x", model__pattern="A-A-"), mesh)
     batch = uneven_batch(programs.cfg, (1, 8, 32))
     compiled, stop = programs.compile_step(), programs.stop_flags(0)
     with jax.set_mesh(mesh):
@@ -95,7 +133,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_where(mesh):
         assert np.all(numbers["finite"]) and int(numbers["skipped"]) == 0
         good = jax.device_get(state)
         weight = state["params"]["layers"]["1"]["mlp"]["gate_proj"]["weight"]
-        state["params"]["layers"]["1"]["mlp"]["gate_proj"]["weight"] = weight.at[0, 0, 0].set(jnp.nan)
+        state["params"]["layers"]["1"]["mlp"]["gate_proj"]["weight"] = weight.at[1, 0, 0].set(jnp.nan)
         poisoned = jax.device_get(state)
         for count in (1, 2):
             state, numbers = compiled(state, batch, stop)
@@ -108,7 +146,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_where(mesh):
         assert int(after["step"]) == 4 and int(after["skipped"]) == 2
         finite, _ = programs.inspect(state["params"])
         assert [programs.describe_group(int(i)) for i in np.flatnonzero(~finite)] == [
-            "layers.1.mlp.gate_proj.weight[0] (sublayer 1, '-')"
+            "layers.1.mlp.gate_proj.weight[1] (sublayer 3, '-')"
         ]
         # Back to what was good: training goes on, the count in a row starts again.
         state["params"] = jax.device_put(good["params"], jax.tree.map(lambda x: x.sharding, programs.state["params"]))
@@ -155,12 +193,17 @@ def test_an_id_outside_the_vocabulary_stops_the_run(name, value):
 
 
 def test_forty_steps_equal_a_stopped_and_resumed_run_bit_for_bit(tmp_path, monkeypatch, capsys):
-    straight = tiny_config(tmp_path / "straight", train__steps=40)
-    train.run(straight)
+    straight, cut = (
+        tiny_config(tmp_path / name, train__steps=40, model__pattern=EVERY_KIND) for name in ("straight", "cut")
+    )
+    # The two runs that begin share a program, for the sake of time; the resumed one compiles its own.
+    compiled = step.Programs(straight, sharding.make_mesh(straight.mesh)).compile_step()
+    with monkeypatch.context() as patch:
+        patch.setattr(step.Programs, "compile_step", lambda self: compiled)
+        train.run(straight)
     expected = lines_of(straight.workdir)
     assert [line["step"] for line in expected] == list(range(1, 41))
 
-    cut = tiny_config(tmp_path / "cut", train__steps=40)
     write = metrics.JsonlWriter.write
 
     def write_and_stop(self, number, values):
@@ -169,6 +212,7 @@ def test_forty_steps_equal_a_stopped_and_resumed_run_bit_for_bit(tmp_path, monke
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
+        patch.setattr(step.Programs, "compile_step", lambda self: compiled)
         patch.setattr(metrics.JsonlWriter, "write", write_and_stop)
         with pytest.raises(SystemExit) as stopped:
             train.run(cut)
@@ -201,7 +245,7 @@ def test_forty_steps_equal_a_stopped_and_resumed_run_bit_for_bit(tmp_path, monke
     assert [line["step"] for line in lines_of(cut.workdir)] == list(range(1, 41))
 
     with pytest.raises(UserError, match=r"params\.embed\.weight is float32\[64, 16\] but this config needs"):
-        train.run(tiny_config(tmp_path / "cut", train__steps=41, model__vocab_size=66))
+        train.run(tiny_config(tmp_path / "cut", train__steps=41, model__pattern=EVERY_KIND, model__vocab_size=66))
 
 
 def test_a_run_on_text_leaves_everything_in_its_folder(tmp_path, capsys):
@@ -217,7 +261,7 @@ def test_a_run_on_text_leaves_everything_in_its_folder(tmp_path, capsys):
         eval__ngram_order=2,
         eval__sample_tokens=5,
         eval__sample_prompt="import ",
-        train__profile_steps="2:3",
+        train__profile_steps="3:9",  # of 4 steps
         log__every_steps=3,
         checkpoint__every_steps=2,
     )
@@ -236,7 +280,7 @@ def test_a_run_on_text_leaves_everything_in_its_folder(tmp_path, capsys):
     assert (folder / "sample.txt").read_text().startswith("import ")
     assert (folder / "sample.txt").read_text().strip() in out
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert list((folder / "profile").rglob("*.xplane.pb"))
+    assert list((folder / "profile").rglob("*.xplane.pb")) and "profile written to" in out
     assert json.loads((folder / "config.json").read_text())["model"]["pattern"] == "A-"
     assert sorted(p.name for p in (folder / "checkpoints").iterdir() if p.name.isdigit()) == ["2", "4"]
     for word in ("devices", "stack", "parameters", "compiling the training step", "2-gram model", "left"):
@@ -248,7 +292,7 @@ def test_a_run_on_text_leaves_everything_in_its_folder(tmp_path, capsys):
 def test_too_many_bad_steps_end_the_run_and_name_the_parameter_group(tmp_path, monkeypatch, capsys):
     cfg = tiny_config(
         tmp_path / "run",
-        model__pattern="A-",
+        model__pattern="A-A-",
         train__max_bad_steps=3,
         checkpoint__every_steps=1,
         train__steps=9,
@@ -279,6 +323,49 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"config\.workdir: cannot write to"):
         train.run(tiny_config(tmp_path / "file" / "run"))
+
+
+def test_a_finished_runs_folder_is_not_touched_by_what_may_not_go_on_with_it(tmp_path):
+    train.run(tiny_config(tmp_path, train__steps=2, model__pattern="A-"))
+    kept = {name: (tmp_path / name).read_text() for name in ("config.json", "metrics.jsonl")}
+    refused = {
+        "is of another model": {"model__pattern": "AA-"},
+        "config.checkpoint.every_steps: 0, but": {"model__pattern": "A-", "checkpoint__every_steps": 0},
+        "config.eval.sample_prompt": {"model__pattern": "A-", "eval__sample_tokens": 3, "eval__sample_prompt": "def"},
+    }
+    for message, changed in refused.items():
+        with pytest.raises(UserError, match=message):
+            train.run(tiny_config(tmp_path, train__steps=3, **changed))
+    with (tmp_path / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=rf"another run \(process {os.getpid()} on "):
+            train.run(tiny_config(tmp_path, train__steps=3, model__pattern="A-"))
+    assert kept == {name: (tmp_path / name).read_text() for name in kept}
+    assert "error: " in (tmp_path / "train.log").read_text()
+
+
+def test_metrics_without_a_checkpoint_are_set_aside(tmp_path, capsys):
+    cfg = tiny_config(tmp_path, train__steps=1, model__pattern="A-", checkpoint__every_steps=0)
+    train.run(cfg)
+    first = (tmp_path / "metrics.jsonl").read_text()
+    train.run(cfg)
+    assert (tmp_path / "metrics.jsonl.old").read_text() == first
+    assert [line["step"] for line in lines_of(tmp_path)] == [1]
+    out = capsys.readouterr().out
+    assert "kept as metrics.jsonl.old" in out and "attention runs on the 'chunked' backend" in out
+
+
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
+    real = step.Programs.inspect
+
+    def one_bad(self, params):
+        finite, largest = real(self, params)
+        return finite & (np.arange(len(finite)) != 1), largest
+
+    monkeypatch.setattr(step.Programs, "inspect", one_bad)
+    with pytest.raises(UserError, match=r"step 1: the parameters of .* are not finite and were not saved"):
+        train.run(tiny_config(tmp_path, train__steps=1, model__pattern="A-"))
+    assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
 
 # ---- signals and processes ----

@@ -110,7 +110,7 @@ class Model:
         """Parameters drawn from `key` (a jax.random.key): normal with initializer_range, see each layer."""
         cfg = self.cfg
         unit, repeats, tail = self._parts
-        stacked_keys, tail_key, embed_key, head_key = jax.random.split(key, 4)
+        stack_key, embed_key, head_key = jax.random.split(key, 3)
 
         def sublayer(symbol: str, key: jax.Array) -> Params:
             module = Sublayer(cfg, symbol, nnx.Rngs(params=key))
@@ -120,12 +120,16 @@ class Model:
             return cfg.initializer_range * jax.random.normal(key, (cfg.vocab_size, cfg.hidden_size))
 
         params: Params = {"embed": {"weight": draw(embed_key)}}
+        # One key a sublayer, by its place in the stack: scanning or unrolling draws the same values.
+        keys = jax.random.split(stack_key, len(cfg.layout))
+        scanned = len(unit) * repeats
         if repeats:
-            keys = jax.random.split(stacked_keys, (len(unit), repeats))
-            params["layers"] = {str(i): jax.vmap(functools.partial(sublayer, s))(keys[i]) for i, s in enumerate(unit)}
+            params["layers"] = {
+                str(i): jax.vmap(functools.partial(sublayer, s))(keys[i : scanned : len(unit)])
+                for i, s in enumerate(unit)
+            }
         if tail:
-            keys = jax.random.split(tail_key, len(tail))
-            params["tail"] = {str(i): sublayer(s, keys[i]) for i, s in enumerate(tail)}
+            params["tail"] = {str(i): sublayer(s, keys[scanned + i]) for i, s in enumerate(tail)}
         params["norm"] = {"weight": jnp.ones((cfg.hidden_size,))}
         if not cfg.tie_word_embeddings:
             params["lm_head"] = {"weight": draw(head_key)}

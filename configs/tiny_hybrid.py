@@ -34,7 +34,7 @@ def get_config(variant: str = "") -> ml_collections.ConfigDict:
     config.model.mamba2.update(state_size=16, head_dim=32, n_groups=2, expand=1)
     config.train.update(steps=STEPS, global_batch_size=8, sequence_length=256, compute_dtype="float32")
     config.optimizer.update(
-        learning_rate=4e-3, min_learning_rate=3e-4, warmup_steps=20, decay_steps=STEPS, weight_decay=0.1
+        learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=50, decay_steps=STEPS, weight_decay=0.1
     )
     config.data.update(source="python", tokenizer="bytes")
     config.eval.update(every_steps=100, batches=8, ngram_order=3, sample_tokens=256, sample_prompt="def ")

@@ -246,7 +246,8 @@ def _positive(where: str, section: Any, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         if not (math.isfinite(value) and value > 0):
-            raise UserError(f"{where}.{name}: must be positive, got {value}")
+            what = "positive" if math.isfinite(value) else "finite"
+            raise UserError(f"{where}.{name}: must be {what}, got {value}")
 
 
 def _not_negative(where: str, section: Any, *names: str) -> None:

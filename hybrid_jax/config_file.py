@@ -42,6 +42,8 @@ def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
 
 
 def _run_file(path: Path, variant: str) -> ml_collections.ConfigDict:
+    if path.is_dir():
+        raise UserError(f"--config: {path} is a folder{_similar_file(path / path.name)}")
     if not path.is_file():
         raise UserError(f"--config: {path} does not exist{_similar_file(path)}")
     namespace: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
@@ -59,7 +61,7 @@ def _run_file(path: Path, variant: str) -> ml_collections.ConfigDict:
         raise UserError(f"{path}: {error}") from None
     except SyntaxError as error:
         raise UserError(f"{error.filename or path}, line {error.lineno}: {error.msg}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(sys.exc_info()[2]) if frame.filename == str(path)]
         where = f"{path}, line {lines[-1]}" if lines else str(path)
         reason = (str(error).strip().splitlines() or ["no message"])[0]
@@ -68,12 +70,13 @@ def _run_file(path: Path, variant: str) -> ml_collections.ConfigDict:
 
 
 def _similar_file(path: Path) -> str:
-    folder = path.parent if path.parent.is_dir() else Path("configs")
-    names = [file.stem for file in sorted(folder.glob("*.py")) if not file.stem.startswith("_")]
-    near = difflib.get_close_matches(path.stem, names, n=1)
+    folders = dict.fromkeys((path.parent, Path("configs")))
+    files = [f for folder in folders for f in sorted(folder.glob("*.py")) if "def get_config(" in f.read_text("utf-8")]
+    near = difflib.get_close_matches(path.stem, [file.stem for file in files], n=1)
     if near:
-        return f", did you mean {folder / near[0]}.py?"
-    return f"; {folder} has {', '.join(names)}" if names else "; give the path of a config file"
+        return f", did you mean {next(file for file in files if file.stem == near[0])}?"
+    names = ", ".join(str(file) for file in files)
+    return f"; there are {names}" if names else "; give the path of a config file"
 
 
 def _override(values: dict[str, Any], key: str, text: str) -> None:

@@ -251,7 +251,7 @@ def progress_text(values: Values, seconds_left: float) -> str:
         parts.append(f"{short(rate)} tok/s")
     flops = values.get("tflops_per_second", math.nan)
     if math.isfinite(flops):
-        parts.append(f"{flops:.3g} TFLOP/s")
+        parts.append(f"{flops:.3g} TFLOP/s" if flops >= 1 else f"{1000 * flops:.3g} GFLOP/s")
     mfu = values.get("mfu", math.nan)
     if math.isfinite(mfu):
         parts.append(f"MFU {100 * mfu:.1f}%")
@@ -342,8 +342,9 @@ def plot(metrics_path: Path, image_path: Path, title: str) -> bool:
     axes = figure.add_subplot()
     steps, losses = zip(*train, strict=True)
     smoothed = smooth(losses, max(1.0, len(losses) / 50))
-    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training loss")
-    axes.plot(steps, smoothed, color="tab:blue", linewidth=1.8, label=f"smoothed ({smoothed[-1]:.3f})")
+    dots = "." if len(steps) < 4 else None  # too few points for a line to be seen
+    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training loss", marker=dots)
+    axes.plot(steps, smoothed, color="tab:blue", linewidth=1.8, label=f"smoothed ({smoothed[-1]:.3f})", marker=dots)
     if valid:
         axes.plot(
             *zip(*valid, strict=True),

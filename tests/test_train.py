@@ -18,6 +18,7 @@ import pytest
 from hybrid_jax import checkpoint, data, feed, metrics, sharding, step, train
 from hybrid_jax.config import MeshConfig
 from hybrid_jax.errors import UserError
+from hybrid_jax.kernels import dispatch
 from tests.tiny import EVERY_KIND, tiny_config
 
 ROOT = Path(__file__).parents[1]
@@ -345,6 +346,7 @@ def test_a_finished_runs_folder_is_not_touched_by_what_may_not_go_on_with_it(tmp
 
 
 def test_metrics_without_a_checkpoint_are_set_aside(tmp_path, capsys):
+    dispatch._automatic.cache_clear()  # said once a process
     cfg = tiny_config(tmp_path, train__steps=1, model__pattern="A-", checkpoint__every_steps=0)
     train.run(cfg)
     first = (tmp_path / "metrics.jsonl").read_text()

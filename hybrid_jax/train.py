@@ -51,8 +51,9 @@ def run(cfg: Config) -> None:
 
 def _logged(cfg: Config, workdir: Path, main: bool) -> None:
     console = metrics.Console(workdir / "train.log", quiet=not main)
-    handler = console.handler()
-    logging.getLogger("hybrid_jax").addHandler(handler)
+    handler, logger = console.handler(), logging.getLogger("hybrid_jax")
+    logger.addHandler(handler)
+    logger.propagate = False  # else a root handler, as absl's, says it again
     try:
         _run(cfg, workdir, console)
     except KeyboardInterrupt:  # outside the loop, which has its own answer to it
@@ -62,7 +63,8 @@ def _logged(cfg: Config, workdir: Path, main: bool) -> None:
         console.record(f"error: {error}")
         raise
     finally:
-        logging.getLogger("hybrid_jax").removeHandler(handler)
+        logger.removeHandler(handler)
+        logger.propagate = True
         console.close()
 
 

@@ -130,7 +130,8 @@ def main(arguments: Sequence[str]) -> int:
         milestones = load_milestones(options.to)
         config = _config(options.run)
         print(table(load_run(options.run), milestones, _tokens_per_step(config)))
-        print(*differences(config, options.to), sep="\n", end="")
+        for line in differences(config, options.to):
+            print(line)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

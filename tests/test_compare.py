@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_jax import compare, config_file
+from hybrid_jax import config as config_lib
 from hybrid_jax.errors import UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -85,3 +86,17 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         assert err.startswith("error: ")
         assert words in err
         assert err.count("\n") == 1
+
+
+def test_a_run_of_another_model_is_told(tmp_path, capsys):
+    write_run(tmp_path, {1: 11.0})
+    same = config_lib.to_dict(config_file.load(f"{CONFIGS / 'gdn_300m'}.py"))
+    (tmp_path / "config.json").write_text(json.dumps(same))
+    assert compare.main([str(tmp_path), "--to", "gdn_300m"]) == 0
+    assert "not comparable" not in capsys.readouterr().out
+    same["model"]["vocab_size"], same["data"]["source"] = 320, "python"
+    (tmp_path / "config.json").write_text(json.dumps(same))
+    assert compare.main([str(tmp_path), "--to", "gdn_300m"]) == 0
+    assert capsys.readouterr().out.endswith(
+        "Its config differs in model.vocab_size, data.source: the losses are not comparable.\n"
+    )

@@ -6,7 +6,7 @@
 #   TORCH=no                 leave torch out; the tests that need it are skipped and counted
 #   SETUP=no                 build nothing and use PYTHON as it is (container images that bring their own jax)
 #   JOBS=2                   test processes
-#   ARGS="..."               more arguments for launch.py or pytest
+#   ARGS="..."               more arguments for launch.py, pytest or the benchmark
 
 VENV   ?= .venv
 PYTHON ?= python3.11 python3.12 python3.13 python3.14 python3
@@ -31,6 +31,7 @@ else
 TEST := $(VENV)/.test
 endif
 DEV      := $(VENV)/.dev
+TRITON   := $(VENV)/.triton
 TEST_GPU := $(VENV)/.$(GPU) $(VENV)/.test-base
 # An environment whose interpreter is gone (a system upgrade, a moved folder) is stale too.
 REBUILD := $(if $(shell $(VENV)/bin/python -c 'print("runs")' 2>/dev/null),,rebuild)
@@ -69,14 +70,14 @@ lint: $(DEV)
 	@$(RUN) -m mypy
 	@$(RUN) -m codespell_lib
 
-amd:
-	@echo "amd: no kernels yet, nothing to compile for gfx942 and gfx950"
+amd: $(TRITON)
+	@$(RUN) -m hybrid_jax.kernels.aot --jobs $(JOBS) $(ARGS)
 
 bench: $(BASE)
-	@$(RUN) -m hybrid_jax.bench
+	@$(RUN) -m hybrid_jax.bench $(ARGS)
 
 clean:
-	rm -rf .venv .venv-* build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-* build *.egg-info .pytest_cache .ruff_cache .mypy_cache .amd_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call install,WHAT): with the constraints that suit the environment's Python, which has no jax after 0.10 when it is 3.11.

@@ -139,6 +139,9 @@ def run(arguments: list[str]) -> int:
         _show(report.dry_run(config) + "\n\nActivations come on top; --dry_run=compile tells how much.")
         return 0
     start_devices(values)
+    from hybrid_jax.kernels import dispatch
+
+    dispatch.check(config.kernels.backend)
     if values.dry_run == "compile":  # allocates no parameters, so the next check is not for it
         return compile_only(config)
     if config_file.split(values.config)[1] == "smoke":

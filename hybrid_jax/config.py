@@ -211,7 +211,8 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class KernelsConfig:
-    backend: str = key("auto", "of the mixers", ("auto", "reference", "chunked", "triton"))
+    backend: str = key("auto", "of the mixers G, K and S", ("auto", "reference", "chunked", "triton"))
+    attention: str = key("auto", "backend of softmax attention, * and A", ("auto", "reference", "chunked"))
 
 
 @dataclasses.dataclass(frozen=True)

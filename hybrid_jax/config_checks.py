@@ -10,6 +10,8 @@ from typing import Any
 
 from hybrid_jax.config import Config, DataConfig, MeshConfig, ModelConfig, RopeConfig
 from hybrid_jax.errors import UserError
+from hybrid_jax.kernels import support
+from hybrid_jax.pattern import NAMES
 
 MAX_LENGTH = 4_194_304  # hybrid_jax/layers/rotary.py has positions below this; a test holds the two together
 
@@ -196,9 +198,7 @@ def _check_logistics(config: Config) -> None:
     _positive("config.checkpoint", config.checkpoint, "keep")
     _positive("config.log", config.log, "every_steps")
     if config.kernels.backend == "triton":
-        raise UserError(
-            "config.kernels.backend: no operation has a 'triton' implementation yet; use auto, chunked or reference"
-        )
+        _check_triton(config.model)
     mesh = config.mesh
     if mesh.data != -1 and mesh.data < 1:
         raise UserError(f"config.mesh.data: {mesh.data} devices; give a positive number, or -1 for all that are left")
@@ -208,6 +208,20 @@ def _check_logistics(config: Config) -> None:
             raise UserError(
                 f"config.mesh.{name}: {size} asked for, but only data parallelism is built yet; set it to 1"
             )
+
+
+def _check_triton(model: ModelConfig) -> None:
+    """kernels.backend=triton: every mixer has Triton kernels, and they can take its heads."""
+    for symbol, op in (("G", "gdn"), ("K", "kda"), ("S", "ssd")):
+        if symbol not in model.layout:
+            continue
+        if op not in support.TRITON:
+            raise UserError(
+                f"config.kernels.backend: {NAMES[symbol]} has no 'triton' implementation; use auto, which picks "
+                "triton for the mixers that have one, or chunked"
+            )
+        if op == "gdn" and (reason := support.unfit_heads(op, model.gdn.head_dim, model.gdn.v_head_dim)):
+            raise UserError(f"config.kernels.backend: triton cannot run model.gdn: {reason}; use auto or chunked")
 
 
 def mesh_shape(mesh: MeshConfig, num_devices: int) -> tuple[int, int, int]:

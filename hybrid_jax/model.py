@@ -79,13 +79,14 @@ def _remat(fn, policy: str, in_scan: bool):
 class Model:
     """A hybrid language model; hashable and without arrays, so that it can be static under jit.
 
-    cfg: sizes and pattern. backend: of the sequence operations (config.kernels.backend). compute_dtype: of
-    activations and matrix products, "bfloat16" or "float32".
+    cfg: sizes and pattern. backend, attention: what runs the mixers and softmax attention (config.kernels).
+    compute_dtype: of activations and matrix products, "bfloat16" or "float32".
     """
 
     cfg: ModelConfig
     backend: str = "auto"
     compute_dtype: str = "bfloat16"
+    attention: str = "auto"
 
     @functools.cached_property
     def _parts(self) -> tuple[str, int, str]:
@@ -198,7 +199,7 @@ class Model:
             segment_ids = number_documents(segment_ids)
         if positions is None:
             positions = count_positions(jnp.zeros_like(tokens) if segment_ids is None else segment_ids)
-        ctx = Context(positions, segment_ids, backend=self.backend)
+        ctx = Context(positions, segment_ids, backend=self.backend, attention=self.attention)
         x, _ = self._stack(params, self._embed(params, tokens), ctx)
         return rms_norm(x, params["norm"]["weight"], self.cfg.norm_eps)
 
@@ -255,7 +256,7 @@ class Model:
         """
         T = tokens.shape[1]
         positions = states["length"] + jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape)
-        ctx = Context(positions, length=states["length"], backend=self.backend)
+        ctx = Context(positions, length=states["length"], backend=self.backend, attention=self.attention)
         inner = {k: v for k, v in states.items() if k != "length"}
         x, new = self._stack(params, self._embed(params, tokens), ctx, inner)
         x = rms_norm(x[:, -1], params["norm"]["weight"], self.cfg.norm_eps)

@@ -53,7 +53,8 @@ class Programs:
 
     @functools.cached_property
     def model(self) -> Model:
-        return Model(self.cfg.model, backend=self.cfg.kernels.backend, compute_dtype=self.cfg.train.compute_dtype)
+        kernels = self.cfg.kernels
+        return Model(self.cfg.model, kernels.backend, self.cfg.train.compute_dtype, kernels.attention)
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:

@@ -12,6 +12,8 @@ def pytest_configure(config):
     on_gpu = config.option.markexpr == "gpu"
     if not on_gpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
+        # Triton reads it when it is imported. What needs its compiler, or no interpreter, runs in other processes.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     platform.prepare("gpu" if on_gpu else "cpu")
 
 

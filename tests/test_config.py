@@ -174,7 +174,10 @@ def test_values_of_the_wrong_kind(key, text, words):
         ({"train.profile_steps": "601:603"}, "config.train.profile_steps"),
         ({"train.sequence_length": "4194304"}, "config.train.sequence_length"),
         ({"model.pattern": "*-", "train.sequence_length": "5000000"}, "config.train.sequence_length"),
-        ({"kernels.backend": "triton"}, "config.kernels.backend"),
+        ({"kernels.backend": "triton"}, "config.kernels.backend"),  # K and S have no such kernels
+        ({"kernels.backend": "triton", "model.pattern": "*-S-"}, "config.kernels.backend"),
+        ({"kernels.backend": "triton", "model.pattern": "G-", "model.gdn.head_dim": "12"}, "config.kernels.backend"),
+        ({"kernels.backend": "triton", "model.pattern": "G-", "model.gdn.expand_v": "64"}, "config.kernels.backend"),
         ({"optimizer.learning_rate": "0"}, "config.optimizer.learning_rate"),
         ({"optimizer.min_learning_rate": "1"}, "config.optimizer.min_learning_rate"),
         ({"optimizer.warmup_steps": "601", "optimizer.decay_steps": "600"}, "config.optimizer.warmup_steps"),
@@ -204,6 +207,8 @@ def test_what_the_checks_leave_alone():
     assert "train.steps 480" in message(("train.steps", "480"), ("train.profile_steps", "900:903"))
     for backend in ("auto", "reference", "chunked"):
         assert resolved(("kernels.backend", backend)).kernels.backend == backend
+        assert resolved(("kernels.attention", backend)).kernels.attention == backend
+    assert resolved(("kernels.backend", "triton"), ("model.pattern", "*-G-A-")).kernels.attention == "auto"
     assert resolved(("train.sequence_length", "4194303")).train.sequence_length == 4_194_303
     without_positions = [
         (("model.pattern", "GKS-"),),

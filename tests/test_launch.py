@@ -66,7 +66,8 @@ def command(*arguments, cwd=ROOT, **env):
         ([TINY, "train.steps=3"], "'train.steps=3': not a flag; config keys are set as --config.KEY=VALUE"),
         ([TINY, "--config.model.pattern=M-E-"], "'E' at position 3 is reserved for mixture of experts"),
         ([TINY, "--config.model.gdn.num_heads=3"], "gdn.num_v_heads: 4 is not a multiple of num_heads 3"),
-        ([TINY, "--config.kernels.backend=triton", "--dry_run"], "no operation has a 'triton' implementation yet"),
+        ([TINY, "--config.kernels.backend=triton", "--dry_run"], "KDA has no 'triton' implementation; use auto, which"),
+        ([TINY, "--config.kernels.backend=triton", "--config.model.pattern=G-"], "triton cannot run here: it needs"),
         ([TINY, "--platform=rocm"], "--platform: rocm asked for, but the installed jax is without a plugin"),
         ([TINY, "--num_processes=2"], "given without"),
     ],
@@ -74,6 +75,7 @@ def command(*arguments, cwd=ROOT, **env):
 def test_mistakes_are_one_line(arguments, words, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(launch.platform, "installed_plugins", lambda: set())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert launch.main(arguments) == 2
     out, err = capsys.readouterr()
     errors = [line for line in err.splitlines() if not line.startswith("warning: ")]

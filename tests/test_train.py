@@ -346,7 +346,7 @@ def test_a_finished_runs_folder_is_not_touched_by_what_may_not_go_on_with_it(tmp
 
 
 def test_metrics_without_a_checkpoint_are_set_aside(tmp_path, capsys):
-    dispatch._automatic.cache_clear()  # said once a process
+    dispatch._say.cache_clear()  # said once a process
     cfg = tiny_config(tmp_path, train__steps=1, model__pattern="A-", checkpoint__every_steps=0)
     train.run(cfg)
     first = (tmp_path / "metrics.jsonl").read_text()

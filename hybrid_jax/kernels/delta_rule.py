@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from hybrid_jax.kernels import dispatch
+from hybrid_jax.kernels import dispatch, selftest, support
 from hybrid_jax.kernels.precision import accumulator, einsum
 
 
@@ -178,11 +178,15 @@ def call(op, backends, backend, q, k, v, g, beta, gate_shape, scale, initial_sta
             raise ValueError(f"{op}: {name} has shape {value.shape}, expected {tuple(shape)}")
     if initial_state is None:
         initial_state = jnp.zeros((B, HV, K, V), accumulator(jnp.result_type(q, k, v)))
-    if segment_ids is None:
-        segment_ids = jnp.zeros((B, T), jnp.int32)
-    chosen = dispatch.resolve(op, backend, tuple(backends))
     if backend == "auto" and T == 1:
         chosen = "reference"  # one token while generating: the recurrence is the shorter program
+    else:
+        dtype, *others = (jnp.result_type(x).name for x in (jnp.result_type(q, k, v), g, beta, initial_state))
+        chosen = dispatch.resolve(op, backend, tuple(backends), support.unfit(op, K, V, dtype, others))
+    if chosen == "triton":
+        selftest.before_use(op, backends, K, V, HV // H, dtype, packed=segment_ids is not None)
+    elif segment_ids is None:
+        segment_ids = jnp.zeros((B, T), jnp.int32)
     scale = K**-0.5 if scale is None else float(scale)
 
     def rows(q, k, v, g, beta, initial_state, segment_ids):

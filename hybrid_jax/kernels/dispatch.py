@@ -1,6 +1,6 @@
 """How an operation picks its implementation, and how it is split over the devices of the current mesh.
 
-A named backend runs or raises: nothing falls back in silence. `auto` says once, in the log, what it picked.
+A named backend runs or raises: nothing falls back in silence. The log says once what each operation runs on.
 """
 
 import functools
@@ -11,6 +11,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from hybrid_jax.errors import UserError
+from hybrid_jax.kernels import launch
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
 BATCH_AXES = ("data", "fsdp")  # mesh axes over which rows of a batch are split
@@ -18,26 +19,47 @@ BATCH_AXES = ("data", "fsdp")  # mesh axes over which rows of a batch are split
 log = logging.getLogger(__name__)
 
 
-def resolve(op: str, backend: str, available: Collection[str]) -> str:
-    """The backend that runs `op`: `backend` itself, or for "auto" the fastest one in `available`.
+def resolve(op: str, backend: str, available: Collection[str], unfit: str = "") -> str:
+    """The backend that runs `op`: `backend` itself, or for "auto" the fastest one in `available` that can.
 
-    Raises UserError when the name is unknown or `op` has no such implementation.
+    unfit: why the Triton kernels cannot take this problem, "" if they can.
+    Raises UserError when the name is unknown, `op` has no such implementation, or Triton is named and cannot run.
     """
+    key = f"config.kernels.{'attention' if op == 'attention' else 'backend'}"
     if backend not in BACKENDS:
-        raise UserError(f"config.kernels.backend: unknown backend {backend!r}, choose one of {', '.join(BACKENDS)}")
+        raise UserError(f"{key}: unknown backend {backend!r}, choose one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        return _automatic(op, tuple(available))
+        reason = _why_not_triton(unfit) if "triton" in available else ""
+        able = [name for name in available if not (name == "triton" and reason)]
+        backend = next(name for name in ("triton", "chunked", "reference") if name in able)
+        _say(op, backend, reason)
+        return backend
     if backend not in available:
         choices = ", ".join(("auto", *available))
-        raise UserError(f"config.kernels.backend: {op} has no {backend!r} implementation, choose one of {choices}")
+        raise UserError(f"{key}: {op} has no {backend!r} implementation, choose one of {choices}")
+    if backend == "triton" and unfit:
+        raise UserError(f"{key}: triton cannot run {op} here: {unfit}; choose auto or chunked")
+    check(backend)
+    _say(op, backend, "")
     return backend
 
 
+def check(backend: str) -> None:
+    """Raises UserError if `backend` is "triton" and no Triton kernel can run on this machine."""
+    if backend == "triton":
+        launch.executor()
+
+
+def _why_not_triton(unfit: str) -> str:
+    if reason := unfit or launch.why_not():
+        return reason
+    return "its interpreter is for tests" if launch.executor() == "interpreter" else ""
+
+
 @functools.cache
-def _automatic(op: str, available: tuple[str, ...]) -> str:
-    choice = next(name for name in ("triton", "chunked", "reference") if name in available)
-    log.info("kernels: %s runs on the %r backend", op, choice)
-    return choice
+def _say(op: str, backend: str, reason: str) -> None:
+    """Once a process for the same words."""
+    log.info("kernels: %s runs on the %r backend%s", op, backend, reason and f" (not triton: {reason})")
 
 
 def batch_axes() -> tuple[str, ...]:

@@ -15,12 +15,14 @@ class Context:
     """positions [B, T] i32 count from 0 in each document; segment_ids [B, T] i32 or None name the documents.
 
     `length` (i32 scalar, or None outside decoding) is the number of tokens already in the layers' states.
+    `backend` runs the recurrences, `attention` softmax attention.
     """
 
     positions: jax.Array
     segment_ids: jax.Array | None = None
     length: jax.Array | None = None
     backend: str = dataclasses.field(default="auto", metadata={"static": True})
+    attention: str = dataclasses.field(default="auto", metadata={"static": True})
 
 
 def count_positions(documents: jax.Array) -> jax.Array:

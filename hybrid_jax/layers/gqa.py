@@ -59,7 +59,7 @@ class GQA(nnx.Module):
             v = jax.lax.dynamic_update_slice_in_dim(state["v"], v, offset, axis=1)
             state = {"k": k, "v": v}
         q, k, v = (checkpoint_name(a, MIXER_IN) for a in (q, k, v))
-        o = attention(q, k, v, scale=K**-0.5, segment_ids=ctx.segment_ids, q_offset=offset, backend=ctx.backend)
+        o = attention(q, k, v, scale=K**-0.5, segment_ids=ctx.segment_ids, q_offset=offset, backend=ctx.attention)
         if cfg.output_gate:
             compute = accumulator(o.dtype)
             o = (o.astype(compute) * jax.nn.sigmoid(gate.astype(compute))).astype(o.dtype)

@@ -77,6 +77,6 @@ class MLA(nnx.Module):
             scale=(N + R) ** -0.5,
             segment_ids=ctx.segment_ids,
             q_offset=offset,
-            backend=ctx.backend,
+            backend=ctx.attention,
         )
         return self.o_proj(o.reshape(B, T, H * V)), state

@@ -1,11 +1,12 @@
 """Inputs, programs and comparisons shared by the tests of the two delta-rule operations (gdn and kda).
 
-One shape serves most tests, so that each program is compiled once: rows of T = 590 tokens, which are ten
-chunks of 64 with a ragged end, computed in five blocks of two chunks.
+One shape serves most tests of a backend, so that each program is compiled once: LONG rows of T = 590 tokens, which
+are ten chunks of 64 with a ragged end, computed in five blocks of two chunks, or SHORT ones for an interpreter.
 
 Shapes: B batch, T time, H q/k heads, HV value heads, K key dim, V value dim.
 """
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -18,17 +19,42 @@ from safetensors.numpy import load_file
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "ops"
 GOLDEN_CASES = json.loads((GOLDEN / "ops.json").read_text())["cases"]
 
-# Documents of row 0: an empty-state start, one ending on a chunk's edge (448), several inside one chunk, one
-# token long (at 470), an id that comes back. Row 1 is one document.
-SPANS = ((0, 100), (100, 448), (448, 470), (470, 471), (471, 520), (520, 590))
-IDS = (7, 3, 7, 0, 1, 7)
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Two rows of tokens, H q/k and HV value heads. Documents of row 0: an empty-state start, one ending on a chunk's
+    edge, several inside one chunk, one of a single token, an id that comes back. Row 1 is one document.
+
+    late: a document and a token in it. edges: tokens inside a chunk, and just before one starts.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    H: int
+    HV: int
+    late: tuple[int, int]
+    edges: tuple[int, int]
+    ids: tuple[int, ...] = (7, 3, 7, 0, 1, 7)
+
+    @property
+    def T(self):
+        return self.spans[-1][1]
+
+    def segment_ids(self):
+        ids = np.zeros((2, self.T), np.int32)
+        for (start, stop), name in zip(self.spans, self.ids, strict=True):
+            ids[0, start:stop] = name
+        return ids
+
+    def draw(self, per_channel, **sizes):
+        return draw(per_channel, **{"T": self.T, "H": self.H, "HV": self.HV, **sizes})
 
 
-def segment_ids(T=590):
-    ids = np.zeros((2, 590), np.int32)
-    for (start, stop), name in zip(SPANS, IDS, strict=True):
-        ids[0, start:stop] = name
-    return ids[:, :T]
+LONG = Rows(((0, 100), (100, 448), (448, 470), (470, 471), (471, 520), (520, 590)), 2, 4, (4, 480), (300, 319))
+SHORT = Rows(((0, 30), (30, 64), (64, 80), (80, 81), (81, 105), (105, 140)), 1, 2, (4, 90), (45, 63))
+
+
+def segment_ids():
+    return LONG.segment_ids()
 
 
 def draw(per_channel, B=2, T=590, H=2, HV=4, K=16, V=24, seed=0):
@@ -85,8 +111,8 @@ HARD = {
 }
 
 
-def hard(name, per_channel):
-    inputs, cotangents = draw(per_channel)
+def hard(name, per_channel, rows=LONG):
+    inputs, cotangents = rows.draw(per_channel)
     return HARD[name](inputs, np.random.default_rng(1)), cotangents
 
 

@@ -1,4 +1,4 @@
-"""What both delta-rule operations must satisfy; test_gdn.py and test_kda.py run these checks on each."""
+"""What the delta-rule operations must satisfy; test_gdn.py, test_kda.py and test_gdn_triton.py run these checks."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,12 @@ from tests.kernels import cases
 SIMILAR_KEYS = ("correlated keys, slow decay", "identical keys, slow decay")
 
 
-def matches_float64_recurrence(op, name, per_channel):
+def matches_float64_recurrence(op, name, per_channel, backend="chunked", rows=cases.LONG):
     """Forward and every gradient in fp32, with documents, initial and final states."""
-    inputs, cotangents = cases.hard(name, per_channel)
-    ids = cases.segment_ids()
+    inputs, cotangents = cases.hard(name, per_channel, rows)
+    ids = rows.segment_ids()
     expected = cases.float64_reference(op, inputs, cotangents, ids)
-    cases.assert_close(cases.outputs_and_gradients(op, "chunked", inputs, cotangents, ids), expected, 1e-5)
+    cases.assert_close(cases.outputs_and_gradients(op, backend, inputs, cotangents, ids), expected, 1e-5)
 
 
 def stays_in_bfloat16_budget(op, name, per_channel):
@@ -41,10 +41,10 @@ def matches_golden(op, name, backend):
     cases.assert_close(actual, expected, 1e-5, {"grad.g": 2e-4} if name.endswith("_fast") else {})
 
 
-def matches_at_length(op, T, per_channel):
-    inputs, cotangents = cases.draw(per_channel, T=T)
+def matches_at_length(op, T, per_channel, backend="chunked", rows=cases.LONG):
+    inputs, cotangents = rows.draw(per_channel, T=T)
     expected = cases.float64_reference(op, inputs, cotangents)
-    cases.assert_close(cases.outputs_and_gradients(op, "chunked", inputs, cotangents), expected, 1e-5)
+    cases.assert_close(cases.outputs_and_gradients(op, backend, inputs, cotangents), expected, 1e-5)
 
 
 def _tokens(named, row, span):
@@ -52,50 +52,51 @@ def _tokens(named, row, span):
     return {k: v[row, slice(*span)] for k, v in named.items() if not k.endswith("_state")}
 
 
-def keeps_documents_apart(op, per_channel):
+def keeps_documents_apart(op, per_channel, backend="chunked", rows=cases.LONG):
     """Other documents' tokens, replaced altogether, change no bit of a document's results or gradients."""
-    inputs, cotangents = cases.hard("g log-uniform", per_channel)
-    others, _ = cases.draw(per_channel, seed=9)
-    ids = cases.segment_ids()
-    before = cases.outputs_and_gradients(op, "chunked", inputs, cotangents, ids)
-    for span in (cases.SPANS[0], cases.SPANS[2], cases.SPANS[4], cases.SPANS[5]):
-        inside = np.zeros((2, 590), bool)
+    inputs, cotangents = cases.hard("g log-uniform", per_channel, rows)
+    others, _ = rows.draw(per_channel, seed=9)
+    ids = rows.segment_ids()
+    before = cases.outputs_and_gradients(op, backend, inputs, cotangents, ids)
+    for span in (rows.spans[0], rows.spans[2], rows.spans[4], rows.spans[5]):
+        inside = np.zeros((2, rows.T), bool)
         inside[0, slice(*span)] = True
         changed = dict(inputs)
         for name in ("q", "k", "v", "g", "beta"):
             shape = inside.shape + (1,) * (inputs[name].ndim - 2)
             changed[name] = np.where(inside.reshape(shape), inputs[name], others[name])
-        after = cases.outputs_and_gradients(op, "chunked", changed, cotangents, ids)
+        after = cases.outputs_and_gradients(op, backend, changed, cotangents, ids)
         for name, value in _tokens(before, 0, span).items():
             assert np.array_equal(value, after[name][0, slice(*span)]), f"{name} of document {span}"
-        if span == cases.SPANS[-1]:
+        if span == rows.spans[-1]:
             assert np.array_equal(before["out.final_state"][0], after["out.final_state"][0])
             assert not np.array_equal(before["out.final_state"][1], after["out.final_state"][1])
 
 
-def ignores_later_tokens(op, per_channel):
+def ignores_later_tokens(op, per_channel, backend="chunked", rows=cases.LONG):
     """Replacing every later token, gates included, changes no bit of what came before."""
-    inputs, cotangents = cases.hard("g log-uniform", per_channel)
-    others, _ = cases.draw(per_channel, seed=9)
-    before = cases.outputs_and_gradients(op, "chunked", inputs, cotangents, cases.segment_ids())
-    for t in (300, 319):  # inside a chunk and just before one starts
+    inputs, cotangents = cases.hard("g log-uniform", per_channel, rows)
+    others, _ = rows.draw(per_channel, seed=9)
+    before = cases.outputs_and_gradients(op, backend, inputs, cotangents, rows.segment_ids())
+    for t in rows.edges:
         changed = {k: v.copy() for k, v in inputs.items()}
         for name in ("q", "k", "v", "beta"):
             changed[name][:, t + 1 :] = others[name][:, t + 1 :]
         changed["g"][:, t + 1 :] = -50
-        after = cases.outputs_and_gradients(op, "chunked", changed, cotangents, cases.segment_ids())
+        after = cases.outputs_and_gradients(op, backend, changed, cotangents, rows.segment_ids())
         assert np.array_equal(before["out.o"][:, : t + 1], after["out.o"][:, : t + 1])
         assert not np.array_equal(before["out.o"][:, t + 1 :], after["out.o"][:, t + 1 :])
 
 
-def has_causal_gradients(op, per_channel):
+def has_causal_gradients(op, per_channel, backend="chunked", rows=cases.LONG):
     """A loss on one token has exactly zero gradient at later tokens, other documents and other rows."""
-    inputs, cotangents = cases.draw(per_channel)
-    inputs["g"] /= 20  # so that the initial state is still felt at token 300
-    for row, t, start in ((1, 300, 0), (0, 480, 471)):
+    inputs, cotangents = rows.draw(per_channel)
+    inputs["g"] /= 20  # so that the initial state is still felt there
+    document, late = rows.late
+    for row, t, start in ((1, rows.edges[0], 0), (0, late, rows.spans[document][0])):
         only = jax.tree.map(np.zeros_like, cotangents)
         only["o"][row, t] = cotangents["o"][row, t]
-        gradients = cases.outputs_and_gradients(op, "chunked", inputs, only, cases.segment_ids())
+        gradients = cases.outputs_and_gradients(op, backend, inputs, only, rows.segment_ids())
         for name in ("q", "k", "v", "g", "beta"):
             gradient = gradients[f"grad.{name}"].copy()
             assert np.any(gradient[row, start : t + 1]), name

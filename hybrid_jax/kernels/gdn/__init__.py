@@ -6,10 +6,19 @@ Shapes: B batch, T time, H q/k heads, HV value heads, K key dim, V value dim.
 import jax
 
 from hybrid_jax.kernels import delta_rule
+from hybrid_jax.kernels.documents import number_documents
 from hybrid_jax.kernels.gdn.chunked import gdn_chunked
 from hybrid_jax.kernels.gdn.reference import gdn_reference
 
-BACKENDS = {"reference": gdn_reference, "chunked": gdn_chunked}
+
+def _gdn_triton(q, k, v, g, beta, scale: float, initial_state: jax.Array, segment_ids: jax.Array | None):
+    from hybrid_jax.kernels.gdn.triton import gdn_triton  # it imports Triton, which not every machine has
+
+    documents = None if segment_ids is None else number_documents(segment_ids)
+    return gdn_triton(q, k, v, g, beta, scale, initial_state, documents)
+
+
+BACKENDS = {"reference": gdn_reference, "chunked": gdn_chunked, "triton": _gdn_triton}
 
 
 def gdn(
@@ -34,7 +43,8 @@ def gdn(
 
     Returns o [B, T, HV, V] in v's dtype and the final state [B, HV, K, V] in fp32 (float64 where v is
     float64). bf16 inputs: matmul operands are rounded to bf16; sums, states, gates and inverses stay fp32.
-    Raises ValueError when shapes do not fit, UserError for a backend that does not exist.
+    The triton backend takes bf16 and fp32 inputs, K a multiple of 4 from 16 to 256 and V one up to 512.
+    Raises ValueError when shapes do not fit, UserError for a backend that does not exist or cannot run here.
     """
     options = (scale, initial_state, segment_ids)
     return delta_rule.call("gdn", BACKENDS, backend, q, k, v, g, beta, v.shape[:3], *options)

@@ -1,4 +1,4 @@
-"""Ten faults, planted one at a time: each must make its test fail (`make mutants`).
+"""Thirteen faults, planted one at a time: each must make its test fail (`make mutants`).
 
 A fault replaces one exact piece of source text in a copy of the tree; then its test runs there. The same
 tests must pass in a copy without a fault. The command fails when a fault no longer applies, or when its test
@@ -123,6 +123,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "k = jnp.asarray(count, jnp.float32)",
         "k = jnp.asarray(count, jnp.float32) + 1",
         "tests/test_optimizer.py::test_learning_rate_is_exact",
+    ),
+    Mutant(
+        "kernel: a segment forgets the ones before the last",
+        "hybrid_jax/kernels/gdn/triton.py",
+        "            if here != order[0]:",
+        "            if False:",
+        "tests/kernels/test_gdn_triton.py::test_rows_in_segments[random-False]",
+    ),
+    Mutant(
+        "kernel: the diagonal in the gates' gradient",
+        "hybrid_jax/kernels/gdn/chunks.py",
+        "D = tl.where(at[:, None] > at[None, :], _pair_decays(",
+        "D = tl.where(at[:, None] >= at[None, :], _pair_decays(",
+        "tests/kernels/test_gdn_triton.py::test_matches_float64_recurrence[g = -20]",
+    ),
+    Mutant(
+        "kernel: gates of other documents in a sum",
+        "hybrid_jax/kernels/device.py",
+        "return tl.where(document == other, x, 0.0) + y, other",
+        "return x + y, other",
+        "tests/kernels/test_gdn_triton.py::test_keeps_documents_apart",
     ),
 )
 

@@ -118,9 +118,9 @@ class _Plan(NamedTuple):
         return self.shape(self.B, self.HV, self.segments, self.K, self.V, dtype=jnp.float32)
 
 
-def shape_class(K: int) -> str:
-    """The row of the tile tables for key dim K."""
-    return f"k{max(64, triton.next_power_of_2(K))}"
+def shape_class(K: int, dtype) -> str:
+    """The row of the tile tables for key dim K and the type of q, k and v."""
+    return f"k{max(64, triton.next_power_of_2(K))}" + ("_fp32" if dtype == jnp.float32 else "")
 
 
 # Programs that keep a device's multiprocessors busy in the scans (an H200 has 132, an MI355X 256, an MI300X 304).
@@ -131,16 +131,19 @@ _SHORTEST = 16
 
 
 def _plan(q, v, packed) -> _Plan:
+    """The table's row for these arrays, fitted to them: its chunk length C stands with `prepare`, and a row shorter
+    than that is one chunk."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     arch = launch.architecture()
     tiles = {}
-    for name, tile in launch.tiles("gdn", shape_class(K), arch).items():
+    for name, tile in launch.tiles("gdn", shape_class(K, q.dtype), arch).items():
         constants = dict(tile.constants)
-        if "BV" in constants:
+        if name == "prepare":
+            largest = constants.pop("C")
+        else:
             constants["BV"] = min(constants["BV"], max(16, triton.next_power_of_2(V)))
         tiles[name] = dataclasses.replace(tile, constants=tuple(constants.items()))
-    largest = 64 if K <= 128 else 32  # registers: tiles are [chunk, K]
     chunk = next(size for size in (16, 32, 64) if size >= min(T, largest))
     chunks = -(-T // chunk)
 

@@ -129,7 +129,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "hybrid_jax/kernels/gdn/triton.py",
         "            if here != order[0]:",
         "            if False:",
-        "tests/kernels/test_gdn_triton.py::test_rows_in_segments[random-False]",
+        "tests/kernels/test_gdn_triton.py::test_rows_in_segments[correlated keys, slow decay-False]",
     ),
     Mutant(
         "kernel: the diagonal in the gates' gradient",

@@ -40,6 +40,7 @@ def fresh(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(selftest, "_passed", set())
     monkeypatch.setattr(selftest, "EXECUTORS", ("gpu", "interpreter"))
     monkeypatch.setattr(selftest, "LENGTH", 133)
+    monkeypatch.setattr(selftest, "MANY", 16)
     monkeypatch.setattr(launch, "executor", lambda: "gpu")
     monkeypatch.setattr(launch, "architecture", lambda: "gfx942")
     caplog.set_level(logging.DEBUG, "hybrid_jax")
@@ -54,7 +55,7 @@ def test_what_passes_is_said_and_kept(fresh, caplog):
     backends, calls = stand_in()
     for _ in range(3):
         selftest.before_use("gdn", backends, **SIZES)
-    assert len(calls) == 1
+    assert len(calls) == 2  # long rows, many rows
     (line,) = info(caplog)
     assert line.startswith("kernels: gdn self-test on cpu: worst error ") and line.endswith(" s)")
     (file,) = fresh.iterdir()
@@ -67,7 +68,7 @@ def test_what_passes_is_said_and_kept(fresh, caplog):
 
     selftest._passed.clear()  # another process
     selftest.before_use("gdn", backends, **SIZES)
-    assert len(calls) == 1 and len(info(caplog)) == 1 and "passed its self-test before" in caplog.messages[-1]
+    assert len(calls) == 2 and len(info(caplog)) == 1 and "passed its self-test before" in caplog.messages[-1]
 
 
 @pytest.fixture
@@ -203,7 +204,7 @@ def test_rounding_of_bfloat16_stays_far_below_its_limits(monkeypatch):
 
 
 def test_pieces_change_nothing():
-    inputs, _, ids = selftest.problem(Variant("gdn", **SIZES))
+    inputs, _, ids = selftest.problem(Variant("gdn", **SIZES), False)
     args = *(inputs[name] for name in ("q", "k", "v", "g", "beta")), 0.25, inputs["initial_state"], ids
     for whole, cut in zip(REFERENCE(*args), selftest._in_pieces(REFERENCE)(*args), strict=True):
         np.testing.assert_allclose(whole, cut, rtol=1e-6, atol=1e-6)
@@ -216,28 +217,32 @@ def test_every_kernel_of_a_shape_is_tested(shape, monkeypatch):
     """The kernels that a named shape launches, whole rows and rows in segments, are among those of its self-test."""
     monkeypatch.undo()
     variant = Variant("gdn", shape.K, shape.V, shape.HV // shape.H, shape.dtype, shape.packed)
-    inputs, cotangents, ids = selftest.problem(variant)
-    assert not np.any(
-        ids[:, :: selftest.PIECE] != ids[:, np.r_[0, selftest.PIECE - 1 : ids.shape[1] - 1 : selftest.PIECE]]
-    )
+    problems = [selftest.problem(variant, many) for many in (False, True)]
+    for *_, ids in problems:
+        assert not np.any(
+            ids[:, :: selftest.PIECE] != ids[:, np.r_[0, selftest.PIECE - 1 : ids.shape[1] - 1 : selftest.PIECE]]
+        )
 
-    def both(inputs, cotangents):
+    def both(inputs, cotangents, ids):
         tokens = (inputs[name] for name in ("q", "k", "v", "g", "beta"))
         state, given = inputs["initial_state"], ids if shape.packed else None
         op = lambda *x: gdn.BACKENDS["triton"](*x[:5], 1.0, x[5], given)  # noqa: E731
         _, pull = jax.vjp(op, *tokens, state)
         return pull((cotangents["o"], cotangents["final_state"]))
 
-    def kinds(fn, *args):
-        with launch.recording("gfx942") as launches:
+    def kinds(arch, fn, *args):
+        with launch.recording(arch) as launches:
             jax.eval_shape(fn, *args)
         flags = ("MAP", "PACKED", "PARTS", "C", "BK", "BV")
-        return {(x.kernel.__name__, x.pointers, *(dict(x.constants).get(name) for name in flags)) for x in launches}
+        return {
+            (x.kernel.__name__, x.pointers, x.tile, *(dict(x.constants).get(name) for name in flags)) for x in launches
+        }
 
-    tested = kinds(both, inputs, cotangents)
-    assert any(True in kind[2:3] for kind in tested)
     fn, args = shapes.program(shape, "triton")
-    assert kinds(fn, *args) <= tested
+    for arch in ("gfx942", "gfx950", "sm_90"):
+        tested = set().union(*(kinds(arch, both, *problem) for problem in problems))
+        assert any(True in kind[3:4] for kind in tested)
+        assert kinds(arch, fn, *args) <= tested
 
 
 @pytest.mark.parametrize("fault", ["", "fault"])
@@ -267,7 +272,7 @@ def test_inside_jit_and_shard_map_under_a_mesh(tmp_path, fault):
 
 def main(fault):
     logging.basicConfig(stream=sys.stdout, level=logging.INFO)
-    selftest.EXECUTORS, selftest.LENGTH = ("interpreter",), 70
+    selftest.EXECUTORS, selftest.LENGTH, selftest.SHORT, selftest.MANY = ("interpreter",), 70, 20, 8
     if fault:
         kernel = gdn.BACKENDS["triton"]
         gdn.BACKENDS["triton"] = lambda *args: (lambda o, state: (0.9 * o, state))(*kernel(*args))

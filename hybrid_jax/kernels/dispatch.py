@@ -27,7 +27,7 @@ def resolve(op: str, backend: str, available: Collection[str], unfit: str = "") 
     """
     key = f"config.kernels.{'attention' if op == 'attention' else 'backend'}"
     if backend not in BACKENDS:
-        raise UserError(f"{key}: unknown backend {backend!r}, choose one of {', '.join(BACKENDS)}")
+        raise UserError(f"{key}: unknown backend {backend!r}, choose one of {', '.join(('auto', *available))}")
     if backend == "auto":
         reason = _why_not_triton(unfit) if "triton" in available else ""
         able = [name for name in available if not (name == "triton" and reason)]

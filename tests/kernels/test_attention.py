@@ -242,5 +242,5 @@ def test_errors():
         attention(q, k[:, 1:], v[:, 1:])
     with pytest.raises(ValueError, match="segment_ids"):
         attention(q, k, v, segment_ids=ONE, q_offset=1)
-    with pytest.raises(UserError, match=r"config\.kernels\.backend"):
+    with pytest.raises(UserError, match=r"config\.kernels\.attention: unknown backend"):
         attention(q, k, v, backend="fast")

@@ -19,6 +19,7 @@ Forward: `prepare` (each chunk alone: T', X), `scan` (the state before each chun
 Backward: `prepare` again, `query_gradients` (each chunk alone: what follows from do and the states), `reverse_scan`
 (dV and the gradient of the state after each chunk), `key_gradients` (each chunk alone). Saved between them: the
 inputs and the states, nothing else. dq and dk are summed over the value heads of a group inside the kernels.
+Gates and beta come computed: one number a token and head each, they save no pass over q, k or v.
 
 Long rows with few heads would leave a GPU idle in the scans. They are cut into segments; a segment's effect on
 the state is affine, S -> M S + S', and a first run of the scan computes M and S' of all segments at once, before the

@@ -169,13 +169,20 @@ def call(op, backends, backend, q, k, v, g, beta, gate_shape, scale, initial_sta
         raise ValueError(f"{op}: q {q.shape} must be [B, T, H, K] and v {v.shape} [B, T, HV, V]")
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    if T < 1 or H < 1 or HV % H:
-        raise ValueError(f"{op}: needs T >= 1 and HV a multiple of H, got T={T}, HV={HV}, H={H}")
+    if B < 1 or T < 1:
+        raise ValueError(f"{op}: needs at least one row and one token, got B={B}, T={T}")
+    if H < 1 or HV < 1 or HV % H:
+        raise ValueError(f"{op}: needs HV a multiple of H, got HV={HV}, H={H}")
     expected = {"k": (k, q.shape), "v": (v, (B, T, HV, V)), "g": (g, gate_shape), "beta": (beta, (B, T, HV))}
     expected |= {"initial_state": (initial_state, (B, HV, K, V)), "segment_ids": (segment_ids, (B, T))}
     for name, (value, shape) in expected.items():
         if value is not None and value.shape != tuple(shape):
             raise ValueError(f"{op}: {name} has shape {value.shape}, expected {tuple(shape)}")
+    for name, value in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}.items():
+        if value is not None and not jnp.issubdtype(value.dtype, jnp.floating):
+            raise ValueError(f"{op}: {name} is {value.dtype}, expected a floating-point type")
+    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"{op}: segment_ids are {segment_ids.dtype}, expected integers")
     if initial_state is None:
         initial_state = jnp.zeros((B, HV, K, V), accumulator(jnp.result_type(q, k, v)))
     if backend == "auto" and T == 1:

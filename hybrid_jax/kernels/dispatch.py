@@ -59,7 +59,10 @@ def _why_not_triton(unfit: str) -> str:
 @functools.cache
 def _say(op: str, backend: str, reason: str) -> None:
     """Once a process for the same words."""
-    log.info("kernels: %s runs on the %r backend%s", op, backend, reason and f" (not triton: {reason})")
+    note = f" (not triton: {reason})" if reason else ""
+    if backend == "triton" and launch.executor() == "interpreter":
+        note = " in Triton's interpreter: right, and very slow"
+    log.info("kernels: %s runs on the %r backend%s", op, backend, note)
 
 
 def batch_axes() -> tuple[str, ...]:

@@ -190,10 +190,13 @@ def recording(arch: str) -> Iterator[list[Launch]]:
         yield recorder.launches
 
 
-def tiles(op: str, shape_class: str, arch: str) -> dict[str, Tile]:
-    """The tile of each kernel of `op`, from kernels/<op>/tiles/<arch>.json, or default.json where that is missing.
+def tiles(
+    op: str, shape_class: str, arch: str, rows: Mapping[str, Mapping[str, Sequence[int]]] | None = None
+) -> dict[str, Tile]:
+    """The tiles of `op` by row, from kernels/<op>/tiles/<arch>.json, or default.json where that is missing.
 
-    Raises UserError, naming the file, for a shape class that is not in it or an entry that is no tile.
+    rows: the rows that a shape class has, each with its constants and the values they may have (None: any).
+    Raises UserError, naming the file, for a shape class that is not in it or an entry that is no such tile.
     """
     folder = _TABLES / op / "tiles"
     path = folder / f"{arch}.json"
@@ -203,10 +206,26 @@ def tiles(op: str, shape_class: str, arch: str) -> dict[str, Tile]:
         table = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"tile table {path}: {error}") from None
-    if not isinstance(table, dict) or not isinstance(table.get(shape_class), dict):
+    if not isinstance(table, dict) or shape_class not in table:
         known = ", ".join(table) if isinstance(table, dict) else "nothing"
         raise UserError(f"tile table {path}: no shape class {shape_class!r}; it has {known}")
-    return {kernel: _tile(f"{path}: {shape_class}.{kernel}", row) for kernel, row in table[shape_class].items()}
+    if not isinstance(table[shape_class], dict):
+        raise UserError(f"tile table {path}: {shape_class}: not an object with a row for each kernel")
+    found = {name: _tile(f"{path}: {shape_class}.{name}", row) for name, row in table[shape_class].items()}
+    if rows is not None:
+        if found.keys() != rows.keys():
+            name = sorted(found.keys() ^ rows.keys())[0]
+            problem = "unknown row" if name in found else "missing row"
+            raise UserError(f"tile table {path}: {shape_class}: {problem} {name!r}; there have to be {', '.join(rows)}")
+        for name, allowed in rows.items():
+            constants = dict(found[name].constants)
+            where = f"tile table {path}: {shape_class}.{name}.constants"
+            if constants.keys() != allowed.keys():
+                raise UserError(f"{where}: has {', '.join(constants) or 'none'}, needs {', '.join(allowed)}")
+            for key, values in allowed.items():
+                if constants[key] not in values:
+                    raise UserError(f"{where}.{key}: {constants[key]} is not one of {', '.join(map(str, values))}")
+    return found
 
 
 # -- checks ----------------------------------------------------------------------------------------------------
@@ -216,6 +235,11 @@ def _tile(where: str, row: Any) -> Tile:
     try:
         if not isinstance(row, dict):
             raise TypeError("not an object")
+        fields = ("num_warps", "num_stages", "constants", "options")
+        if unknown := sorted(row.keys() - set(fields)):
+            raise TypeError(f"unknown field {unknown[0]!r}, known are {', '.join(fields)}")
+        if missing := [name for name in fields[:2] if name not in row]:
+            raise TypeError(f"{missing[0]} is missing")
         pairs = {key: tuple(dict(row.get(key, {})).items()) for key in ("constants", "options")}
         return Tile(**{**row, **pairs})
     except (TypeError, ValueError) as error:

@@ -88,6 +88,9 @@ _TABLE = (
     _gdn("gdn_fp32", 2, 2048, 4, 8, 64, 64, dtype="float32", initial_state=True),
     _gdn("gdn_fp32_k128", 2, 2048, 4, 4, 128, 128, dtype="float32", packed=True),
     _gdn("gdn_fp32_k256", 2, 2048, 2, 2, 256, 256, dtype="float32"),
+    _gdn("gdn_fp32_wide", 64, 256, 4, 4, 64, 64, dtype="float32"),
+    _gdn("gdn_fp32_k128_wide", 32, 256, 4, 4, 128, 128, dtype="float32"),
+    _gdn("gdn_fp32_k256_wide", 16, 256, 4, 4, 256, 256, dtype="float32"),
     # The other operations.
     Shape("kda_300m", "kda", 32, 2048, 8, 8, 32, 64),
     Shape("kda_packed", "kda", 4, 2048, 4, 8, 64, 64, packed=True, initial_state=True),

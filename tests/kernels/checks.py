@@ -138,5 +138,12 @@ def refuses_what_does_not_fit(op, per_channel):
             op(**(inputs | {name: inputs[name][:, :2]}))
     with pytest.raises(ValueError, match="HV a multiple of H"):
         op(**(inputs | {"v": inputs["v"][:, :, :3]}))
+    with pytest.raises(ValueError, match="at least one row and one token"):
+        op(**{name: value[:, :0] if name != "initial_state" else value for name, value in inputs.items()})
+    for name in inputs:
+        with pytest.raises(ValueError, match=f"{name} is int32"):
+            op(**(inputs | {name: np.ones_like(inputs[name], np.int32)}))
+    with pytest.raises(ValueError, match="segment_ids are float32"):
+        op(**inputs, segment_ids=np.zeros((1, 3), np.float32))
     with pytest.raises(ValueError, match="segment_ids"):
         op(**inputs, segment_ids=np.zeros((1, 4), np.int32))

@@ -4,6 +4,7 @@ fp32 only: the interpreter does not multiply bf16 as a GPU does. test_gpu.py has
 """
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -153,3 +154,26 @@ def test_types_that_do_not_fit(dtype, names):
         with pytest.raises(UserError, match=f"triton cannot run gdn here: {dtype} inputs"):
             gdn(**inputs, backend="triton")
         jax.eval_shape(lambda: gdn(**inputs))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: rows.pop("output"), r"k64: missing row 'output'"),
+        (lambda rows: rows["prepare"].pop("constants"), r"k64\.prepare\.constants: has none, needs C"),
+        (lambda rows: rows["prepare"]["constants"].update(C=48), r"k64\.prepare\.constants\.C: 48 is not one of 16"),
+        (lambda rows: rows["scan"]["constants"].update(BV=0), r"k64\.scan\.constants\.BV: 0 is not one of 16"),
+        (lambda rows: rows["scan"].update(num_wraps=4), r"k64\.scan: unknown field 'num_wraps'"),
+        (lambda rows: rows["scan"].pop("num_warps"), r"k64\.scan: num_warps is missing"),
+    ],
+)
+def test_damaged_tile_table(change, message, monkeypatch, tmp_path):
+    folder = tmp_path / "gdn" / "tiles"
+    folder.mkdir(parents=True)
+    table = json.loads((kernels.launch._TABLES / "gdn" / "tiles" / "default.json").read_text())
+    change(table["k64"])
+    (folder / "default.json").write_text(json.dumps(table))
+    monkeypatch.setattr(kernels.launch, "_TABLES", tmp_path)
+    q = jnp.zeros((1, 16, 1, 16), jnp.bfloat16)
+    with pytest.raises(UserError, match=message):
+        kernels._plan(q, q, False)

@@ -124,6 +124,21 @@ def shape_class(K: int, dtype) -> str:
     return f"k{max(64, triton.next_power_of_2(K))}" + ("_fp32" if dtype == jnp.float32 else "")
 
 
+# The rows of a shape class: a kernel's, or that of a scan over few heads; BV is at most V's power of two.
+_WIDTHS = {"BV": (16, 32, 64, 128, 256, 512)}
+_ROWS = {"prepare": {"C": (16, 32, 64)}} | dict.fromkeys(
+    (
+        "scan",
+        "scan_narrow",
+        "output",
+        "query_gradients",
+        "reverse_scan",
+        "reverse_scan_narrow",
+        "key_gradients",
+    ),
+    _WIDTHS,
+)
+
 # Programs that keep a device's multiprocessors busy in the scans (an H200 has 132, an MI355X 256, an MI300X 304).
 _FILL = {"gfx942": 256, "gfx950": 256}
 _FILL_ELSEWHERE = 128
@@ -138,7 +153,7 @@ def _plan(q, v, packed) -> _Plan:
     HV, V = v.shape[2:]
     arch = launch.architecture()
     tiles = {}
-    for name, tile in launch.tiles("gdn", shape_class(K, q.dtype), arch).items():
+    for name, tile in launch.tiles("gdn", shape_class(K, q.dtype), arch, _ROWS).items():
         constants = dict(tile.constants)
         if name == "prepare":
             largest = constants.pop("C")

@@ -1,6 +1,8 @@
 """The benchmark: what it selects, its floor, how it times, and what it prints and writes."""
 
 import json
+import os
+import signal
 import time
 
 import jax
@@ -88,7 +90,7 @@ def test_a_gpu_sample_is_many_launches_between_two_waits(monkeypatch):
     assert 5 <= taken.launches <= 10
     assert len(calls) > 3 * len(waits)
     assert all(0.0015 < s < 0.02 for s in taken.seconds)
-    row = bench.Row("", "", "", "", "", "", median=taken.percentile(50), launches=taken.launches, host=taken.host)
+    row = timing.Row("", "", "", "", "", "", median=taken.percentile(50), launches=taken.launches, host=taken.host)
     assert row.host_bound  # this one only ever slept on the host
     assert timing.time_program(launch, 3, most=2).launches == 2
 
@@ -114,17 +116,38 @@ def test_selection():
         (["--ops", "gdm"], "did you mean 'gdn'"),
         (["--shapes", "gdn_300"], "did you mean 'gdn_300m'"),
         (["--backends", "pallas"], "unknown name 'pallas'"),
-        (["--ops", "kda", "--shapes", "gdn_300m"], "none of gdn_300m is a shape of kda"),
+        (["--ops", "kda", "--shapes", "gdn_300m"], "gdn_300m is a shape of gdn, not of --ops kda"),
+        (["--ops", "gdn", "--shapes", "gdn_t1,kda_300m"], "kda_300m is a shape of kda, not of --ops gdn"),
+        (["--shapes", ""], "--shapes: '' names nothing"),
+        (["--shapes", "zzz"], "choose one of gdn_300m, gdn_1b, "),
+        (["--shapes", "zzz"], ", ... (see --list)"),
         (["--ops", "ssd", "--backends", "chunked,triton"], "ssd has no 'triton' implementation"),
-        (["--ops", "gdn", "--backends", "triton"], "triton"),
+        (["--backends", "triton"], "error: --backends: triton cannot run here: it needs a GPU"),
+        (
+            ["--backends", "triton", "--shapes", "kda_300m_small"],
+            "error: --backends: kda has no 'triton' implementation; choose one of reference, chunked",
+        ),
+        (["--repeats", "x"], "error: --repeats: invalid int value: 'x'"),
+        (["--no-such"], "unrecognized arguments: --no-such"),
+        (["--json", ""], "--json: '' is no file name"),
+        (["--json", "/"], "--json: '/' is a folder"),
+        (["--json", "/proc/bench.json"], "--json: cannot write /proc/bench.json: "),
+        (["--chart", f"{__file__}/x.png"], "x.png: Not a directory"),
+        (["--chart", "chart"], "--chart: chart must end in .png, .svg or .pdf"),
+        (["--chart", "chart.jpeg"], "--chart: chart.jpeg must end in .png, .svg or .pdf"),
+        (["--chart", "chart.png", "--json", "./chart.png"], "--chart: this is the file of --json"),
         (["--repeats", "0"], "--repeats: 0 is not positive"),
-        (["--json", "no/such/folder/x.json"], "no folder no/such/folder"),
+        (["--json", "no/such/folder/x.json"], "--json: cannot write no/such/folder/x.json: No such file or directory"),
     ],
 )
-def test_a_mistake_ends_in_one_line_and_code_2_before_anything_is_timed(arguments, message, capsys, monkeypatch):
+def test_a_mistake_ends_in_one_line_and_code_2_before_anything_is_timed(
+    arguments, message, capsys, monkeypatch, tmp_path
+):
     monkeypatch.setattr(timing, "measure_peaks", lambda: pytest.fail("measured"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.chdir(tmp_path)
     assert bench.main(arguments) == 2
+    assert not list(tmp_path.iterdir())
     printed = capsys.readouterr()
     assert printed.out == ""
     errors = [line for line in printed.err.splitlines() if not line.startswith("bench: ")]
@@ -133,9 +156,57 @@ def test_a_mistake_ends_in_one_line_and_code_2_before_anything_is_timed(argument
     assert message in errors[0]
 
 
+def test_checking_a_target_leaves_it_as_it_is(tmp_path):
+    (tmp_path / "old.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("target.json")
+    for name in (tmp_path / "old.json", tmp_path / "link.json", "/dev/null"):
+        bench._check_target("--json", str(name))
+    assert (tmp_path / "old.json").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "old.json"]
+
+
+@pytest.mark.parametrize("during", [0, 2, 3])
+def test_ctrl_c_shows_and_writes_what_was_measured(during, quick, tmp_path, capsys, monkeypatch):
+    """Pressed while the program of that number compiles; in the last case its compiler's process dies of it too."""
+    compile_program, seen = timing._compile, []
+
+    def interrupted(*args):
+        seen.append(args)
+        if len(seen) == during + 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            if during == 3:
+                raise RuntimeError("ptxas exited with 2")
+        return compile_program(*args)
+
+    monkeypatch.setattr(timing, "_compile", interrupted)
+    out, image = tmp_path / "x.json", tmp_path / "x.svg"
+    arguments = ["--shapes", "gdn_t1_small,gdn_t65_small", "--backends", "reference,chunked", "--repeats", "3"]
+    before = signal.getsignal(signal.SIGINT)
+    assert bench.main([*arguments, "--json", str(out), "--chart", str(image)]) == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    printed = capsys.readouterr()
+    timed = {0: 1, 2: 3, 3: 3}[during]
+    assert printed.err.splitlines()[-1] == f"stopped: {timed} of 8 programs timed"
+    assert f"bench: wrote {out}" in printed.err and f"bench: wrote {image}" in printed.err
+    assert len(printed.out.splitlines()) == 3 + timed
+    written = json.loads(out.read_text())
+    assert len(written["rows"]) == timed and written["stopped"]
+    assert b"<svg" in image.read_bytes()
+
+
+def test_a_second_ctrl_c_ends_at_once(monkeypatch):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with bench.Stop():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not codes
+        os.kill(os.getpid(), signal.SIGINT)
+    assert codes == [130]
+
+
 def test_the_interpreter_is_not_timed(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(UserError, match="interpreter"):
+    with pytest.raises(UserError, match=r"interpreter.*unset TRITON_INTERPRET"):
         bench.plan([SHAPES["gdn_t1"]], ["triton"], True, print)
 
 
@@ -146,7 +217,7 @@ def test_backends_that_an_unnamed_operation_lacks_are_left_out_aloud(monkeypatch
     shapes = [SHAPES["mla_300m"], SHAPES["mamba2_300m"]]
     assert bench.plan(shapes, [], False, said.append) == [(shape, "chunked") for shape in shapes]
     assert said == ["attention has no 'triton' implementation", "ssd has no 'triton' implementation"]
-    with pytest.raises(UserError, match="no operation has a 'triton'"):
+    with pytest.raises(UserError, match="no operation here has a 'triton'"):
         bench.plan(shapes, ["triton"], False, said.append)
 
 
@@ -162,19 +233,19 @@ def test_backends_that_an_unnamed_operation_lacks_are_left_out_aloud(monkeypatch
     ],
 )
 def test_falling_back_is_seen_in_the_program(case, reason):
-    found = bench.fell_back(*case)
+    found = timing.fell_back(*case)
     assert found.endswith(reason) and bool(found) == bool(reason)
 
 
 def test_a_failing_program_is_a_line_and_a_code_and_loses_no_other(quick, tmp_path, capsys, monkeypatch):
-    compile_program = bench._compile
+    compile_program = timing._compile
 
     def broken(row, shape, backward):
         if backward:
             raise RuntimeError("out of\nregisters")
         return compile_program(row, shape, backward)
 
-    monkeypatch.setattr(bench, "_compile", broken)
+    monkeypatch.setattr(timing, "_compile", broken)
     out = tmp_path / "bench.json"
     assert bench.main(["--shapes", "gdn_t1_small", "--backends", "chunked", "--json", str(out)]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -190,12 +261,12 @@ def test_what_is_too_much_for_the_machine_is_left_out_unless_named(monkeypatch):
         row.total_bytes = 2000
         return (lambda *args: args), 0
 
-    monkeypatch.setattr(bench, "_compile", compile_nothing)
+    monkeypatch.setattr(timing, "_compile", compile_nothing)
 
     def rows(named):
-        return bench.time_shape(shape, "chunked", PEAKS, 1, named, said.append)
+        return timing.time_shape(shape, "chunked", PEAKS, 1, named, said.append)
 
-    monkeypatch.setattr(bench, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "SLOW_SECONDS", 0.0)
     assert rows(False) == []
     assert all("left out, one run takes" in line for line in said)
     assert len(said) == 2 and len(rows(True)) == 2
@@ -212,6 +283,15 @@ def test_the_list_has_every_shape(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:-1]] == list(SHAPES)
     assert {line.split()[0] for line in lines if line.endswith(" yes")} == set(bench.DEFAULT_SHAPES)
+
+
+def test_the_list_and_help_say_what_is_there(capsys):
+    assert bench.main(["--ops", "kda", "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-1]] == ["kda_300m", "kda_packed"]
+    with pytest.raises(SystemExit, match="0"):
+        bench.main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ", ".join(bench.DEFAULT_SHAPES) in shown
 
 
 def test_milliseconds_have_three_digits():

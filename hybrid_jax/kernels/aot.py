@@ -2,12 +2,14 @@
 
 For each named shape (kernels/shapes.py) and architecture the launches of forward and backward are recorded, and
 each distinct kernel is compiled as jax-triton would compile it on that GPU. What comes out is read from the
-binary, printed, and judged: registers or stack that went to memory, more LDS than a compute unit has, or a dot
-without matrix instructions is a failure. Exit code: 0 all fit, 1 something failed, 2 wrong use.
+binary, printed, and judged: registers or stack that went to memory, more LDS than a compute unit has, a dot
+without matrix instructions, or a row of a tile table that no shape compiles is a failure. Exit code: 0 all fit, 1
+something failed, 2 wrong use, 130 stopped by Ctrl-C.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -16,10 +18,12 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -29,17 +33,22 @@ from hybrid_jax.report import aligned
 
 LDS_BYTES = {"gfx942": 65536, "gfx950": 163840}  # of a compute unit, and the most that one workgroup may take
 WAVE = 64
+_TABLES = Path(__file__).parent  # <op>/tiles/<arch>.json
 _SIMDS, _MAX_WAVES, _REGISTERS = 4, 8, 512  # SIMDs a compute unit; waves and vector registers of each
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program whose launches are compiled: fn(*args) is traced with arrays like args, and never run."""
+    """A program whose launches are compiled: fn(*args) is traced with arrays like args, and never run.
+
+    shape_class: the rows of the op's tile tables that it uses; "" for a program without a table.
+    """
 
     op: str
     name: str
     fn: Callable
     args: tuple
+    shape_class: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,38 +89,87 @@ class Binary:
 
 def published_cases() -> list[Case]:
     """Forward and backward of every named shape whose operation has a Triton backend."""
+    import jax.numpy as jnp
+
     from hybrid_jax.kernels import shapes
 
     cases = []
     for shape in shapes.SHAPES.values():
         if "triton" in importlib.import_module(shapes.OPS[shape.op]).BACKENDS:
-            cases.append(Case(shape.op, shape.name, *shapes.program(shape, "triton")))
+            module = importlib.import_module(f"{shapes.OPS[shape.op]}.triton")
+            rows = module.shape_class(shape.K, jnp.dtype(shape.dtype))
+            cases.append(Case(shape.op, shape.name, *shapes.program(shape, "triton"), rows))
     return cases
 
 
-def collect(cases: Iterable[Case], arches: Sequence[str]) -> tuple[dict[Job, list[str]], list[str]]:
-    """The distinct jobs with the names of the cases that launch each, and a line for every case that failed."""
+def collect(cases: Iterable[Case], arches: Sequence[str]) -> tuple[dict[Job, list[str]], list[tuple[str, str]]]:
+    """The distinct jobs with the names of the cases that launch each, and the failures as (where, reason): cases
+    that cannot be traced or launch nothing, and rows of the tile tables that no case compiles."""
     import jax
 
     from hybrid_jax.kernels.launch import recording
 
     jobs: dict[Job, list[str]] = {}
     failures = []
+    launched: dict[tuple[str, str], dict[str, list[Any]]] = {}
+    broken = set()
     for case in cases:
         for arch in arches:
+            by_class = launched.setdefault((case.op, arch), {}) if case.shape_class else {}
             with recording(arch) as launches:
                 try:
                     jax.eval_shape(case.fn, *case.args)
                 except Exception as error:
-                    failures.append(f"{case.op} {case.name} on {arch}: {_one_line(error)}")
+                    failures.append((f"{case.op} {case.name} on {arch}", _one_line(error)))
+                    broken.add((case.op, arch, case.shape_class))
                     continue
             if not launches:
-                failures.append(f"{case.op} {case.name} on {arch}: launches no Triton kernel")
+                failures.append((f"{case.op} {case.name} on {arch}", "launches no Triton kernel"))
+            by_class.setdefault(case.shape_class, []).extend(launches)
             for launch in launches:
                 names = jobs.setdefault(as_job(case.op, launch), [])
                 if case.name not in names:
                     names.append(case.name)
+    for (op, arch), by_class in launched.items():
+        # What a failed case would have launched is not known.
+        known = {key: value for key, value in by_class.items() if (op, arch, key) not in broken}
+        failures += unused_rows(op, arch, known, [name for *where, name in broken if where == [op, arch]])
     return jobs, failures
+
+
+def unused_rows(
+    op: str, arch: str, launched: Mapping[str, Sequence[Any]], skipped: Sequence[str] = ()
+) -> list[tuple[str, str]]:
+    """A failure for each row of the tile table of `op` that none of its shape class's launches was compiled with.
+
+    launched: recorded launches by shape class. Tile sizes count at their full value: what narrow arrays made of a
+    row says nothing about it. Of equal rows of a kernel (`scan`, `scan_narrow`) one stands for all.
+    """
+    from hybrid_jax.kernels import launch
+
+    path = _TABLES / op / "tiles" / f"{arch}.json"
+    if not path.exists():
+        path = path.with_name("default.json")
+    where = f"{op} tiles {path.name}"
+    found = []
+    try:
+        for name in json.loads(path.read_text()):
+            for row, tile in launch.tiles(op, name, arch).items():
+                if name not in skipped and not any(_is_row(x, row, tile) for x in launched.get(name, ())):
+                    found.append((where, f"{name}.{row} is compiled by no named shape"))
+    except (OSError, ValueError, UserError) as error:
+        found.append((where, _one_line(error)))
+    return found
+
+
+def _is_row(launch: Any, row: str, tile: Any) -> bool:
+    used = launch.tile
+    return (
+        launch.kernel.fn.__name__ in (row, row.removesuffix("_narrow"))
+        and (used.num_warps, used.num_stages) == (tile.num_warps, tile.num_stages)
+        and dict(used.options) == dict(tile.options)
+        and dict(tile.constants).items() <= dict(launch.constants).items()
+    )
 
 
 def as_job(op: str, launch: Any) -> Job:
@@ -186,52 +244,134 @@ def read(asm: Mapping[str, str], lds: int, seconds: float) -> Binary:
     )
 
 
-def compile_all(jobs: Sequence[Job], workers: int, cache: Path | None) -> Iterator[tuple[Job, Binary | str, bool]]:
-    """(job, its binary or why there is none, whether it came from the cache) in the order they are done."""
+def compile_all(
+    jobs: Sequence[Job], workers: int, cache: Path | None
+) -> Generator[tuple[Job, Binary | str, bool], None, None]:
+    """(job, its binary or why there is none, whether it came from the cache) in the order they are done.
+
+    `cache` is a folder that exists. Closing the iterator, or an exception in it, stops the compilers.
+    """
     todo = []
     for job in jobs:
-        path = cache / f"{job.key}.json" if cache else None
-        if path and path.exists():
-            yield job, Binary(**json.loads(path.read_text())), True
+        if cache and (kept := _kept(cache / f"{job.key}.json")):
+            yield job, kept, True
         else:
             todo.append(job)
-    for job, result in _in_processes(todo, workers):
-        if cache and isinstance(result, Binary):
-            cache.mkdir(parents=True, exist_ok=True)
-            part = cache / f"{job.key}.{os.getpid()}.part"
-            part.write_text(json.dumps(dataclasses.asdict(result)))
-            part.replace(cache / f"{job.key}.json")
-        yield job, result, False
+    with contextlib.closing(_in_processes(todo, workers)) as done:
+        for job, result in done:
+            if cache and isinstance(result, Binary):
+                _keep(cache / f"{job.key}.json", result)
+            yield job, result, False
 
 
-def _in_processes(jobs: list[Job], workers: int) -> Iterator[tuple[Job, Binary | str]]:
+def _kept(path: Path) -> Binary | None:
+    """What the cache has; None for nothing and for what no Binary can be read from."""
+    try:
+        fields = json.loads(path.read_text())
+        found = Binary(**fields)
+    except (OSError, ValueError, TypeError):
+        return None
+    counts = {name: value for name, value in fields.items() if name != "seconds"}
+    good = all(type(x) is int and x >= 0 for x in counts.values()) and type(found.seconds) in (int, float)
+    return found if good else None
+
+
+def _keep(path: Path, result: Binary) -> None:
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(dataclasses.asdict(result)))
+        part.replace(path)
+    except OSError as error:
+        raise _bad_cache(path.parent, error) from None
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _make_cache(folder: Path) -> None:
+    """Raises UserError if results cannot be kept in `folder`, which it makes."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _bad_cache(folder, error) from None
+
+
+def _bad_cache(folder: Path, error: OSError) -> UserError:
+    why = "not a folder" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror or str(error)
+    return UserError(f"--cache {folder}: results cannot be kept there ({why}); name another folder or use --no-cache")
+
+
+def _in_processes(jobs: list[Job], workers: int) -> Generator[tuple[Job, Binary | str], None, None]:
     left = dict.fromkeys(jobs)
     with tempfile.TemporaryDirectory() as folder:
-        for job, result in _pool(list(left), workers, folder):
-            if result is not None:
-                del left[job]
-                yield job, result
+        with contextlib.closing(_pool(list(left), workers, folder)) as done:
+            for job, result in done:
+                if result is not None:
+                    del left[job]
+                    yield job, result
         # A compiler that crashes takes its pool with it: each of the rest gets a process of its own.
         for job in left:
-            for _, result in _pool([job], 1, folder):
-                yield job, result or "the compiler crashed"
+            with contextlib.closing(_pool([job], 1, folder)) as done:
+                for _, result in done:
+                    yield job, result or "the compiler crashed"
 
 
-def _pool(jobs: list[Job], workers: int, folder: str) -> Iterator[tuple[Job, Binary | str | None]]:
+def _pool(jobs: list[Job], workers: int, folder: str) -> Generator[tuple[Job, Binary | str | None], None, None]:
     if not jobs:
         return
+    others = multiprocessing.active_children()
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, spawn, _start, (folder,)) as pool:
-        futures = {pool.submit(_attempt, job): job for job in jobs}
+    pool = concurrent.futures.ProcessPoolExecutor(workers, spawn, _start, (folder,))
+    try:
+        # Ctrl-C reaches every process of the terminal: the workers start with it held back, this process decides.
+        with _no_interrupt():
+            futures = {pool.submit(_attempt, job): job for job in jobs}
         for future in concurrent.futures.as_completed(futures):
             try:
                 yield futures[future], future.result()
             except BrokenProcessPool:
                 yield futures[future], None
+    except BaseException:
+        with _no_interrupt():
+            pool.shutdown(wait=False, cancel_futures=True)
+            _end([process for process in multiprocessing.active_children() if process not in others])
+        raise
+    pool.shutdown()
+
+
+def _end(processes: Sequence[Any]) -> None:
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + 1
+    for process in processes:
+        process.join(max(0, deadline - time.monotonic()))
+        if process.exitcode is None:
+            process.kill()
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Holds Ctrl-C back until it ends; processes that start within never see it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start(folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TRITON_CACHE_DIR"] = folder  # the results here are all that is kept
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _attempt(job: Job) -> Binary | str:
@@ -247,7 +387,8 @@ def _one_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(getattr(error, "error_message", None) or error).split())
-    return f"{type(error).__name__}: {text if len(text) < 400 else text[:200] + ' ... ' + text[-200:]}"
+    text = text if len(text) < 400 else text[:200] + " ... " + text[-200:]
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 
 
 # -- judging ---------------------------------------------------------------------------------------------------
@@ -281,8 +422,9 @@ def waves(result: Binary, num_warps: int, arch: str) -> float:
 
 _HEAD = (
     "kernel, shape", "arch", "warps", "stages", "VGPR", "AGPR", "spilled", "SGPR spills", "scratch", "LDS", "MFMA",
-    "waves", "seconds", "verdict",
+    "waves/SIMD", "seconds", "verdict",
 )  # fmt: skip
+_LEGEND = "(NAME +2: two more shapes launch the same kernel; scratch: bytes a lane; LDS: bytes a workgroup)"
 
 
 def _table(jobs: Mapping[Job, list[str]], results: Mapping[Job, Binary | str]) -> list[str]:
@@ -304,34 +446,63 @@ def _table(jobs: Mapping[Job, list[str]], results: Mapping[Job, Binary | str]) -
             row += [result.vgpr, result.agpr, result.vgpr_spills, result.sgpr_spills, result.scratch, result.lds]
             row += [result.mfma, f"{waves(result, job.num_warps, job.arch):g}", f"{result.seconds:.1f}"]
         rows.append(tuple(map(str, [*row, "FAILS" if failures(result, job.arch) else "fits"])))
-    return aligned(rows)
+    return [*aligned(rows), _LEGEND]
 
 
 def run(cases: Iterable[Case], arches: Sequence[str], workers: int, cache: Path | None) -> int:
-    """Compiles all launches of `cases`, prints table and failures, and returns the exit code: 0, or 1 on failure.
+    """Compiles all launches of `cases`, prints table and failures, and returns the exit code: 0, 1 on failure, or
+    130 when Ctrl-C stopped it.
 
-    `cache` (None for none) is the folder in which results are kept by the hash of all they depend on.
+    `cache` (None for none) is the folder in which results are kept by the hash of all they depend on. Raises
+    UserError, before anything compiles, if it cannot be used.
     """
+    if cache:
+        _make_cache(cache)
     jobs, reasons = collect(cases, arches)
     results: dict[Job, Binary | str] = {}
     cached = 0
-    for job, result, hit in compile_all(list(jobs), workers, cache):
-        results[job] = result
-        cached += hit
-        if not hit:
-            took = "failed" if isinstance(result, str) else f"{result.seconds:.1f} s"
-            print(f"[{len(results)}/{len(jobs)}] {job.op}.{job.kernel}, {jobs[job][0]}, {job.arch}: {took}", flush=True)
+    try:
+        with contextlib.closing(compile_all(list(jobs), workers, cache)) as done:
+            for job, result, hit in done:
+                results[job] = result
+                cached += hit
+                if not hit:
+                    took = "failed" if isinstance(result, str) else f"{result.seconds:.1f} s"
+                    what = f"{job.op}.{job.kernel}, {jobs[job][0]}, {job.arch}"
+                    print(f"[{len(results)}/{len(jobs)}] {what}: {took}", flush=True)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is ending: another Ctrl-C changes nothing
+        then = "the same command goes on from there" if cache else "nothing is kept with --no-cache"
+        print(f"stopped at {len(results)}/{len(jobs)}; {then}", file=sys.stderr)
+        return 130
     if results:
         print("\n".join(_table(jobs, results)))
-    else:
-        reasons.append("there is no kernel to compile")
+    elif not reasons:
+        reasons.append(("", "there is no kernel to compile"))
     for job, names in jobs.items():
         what = f"{job.op}.{job.kernel}, {names[0]}, {job.arch} ({_describe(job)})"
-        reasons += [f"{what}: {reason}" for reason in failures(results[job], job.arch)]
-    for reason in reasons:
-        print(f"FAILS: {reason}")
+        reasons += [(what, reason) for reason in failures(results[job], job.arch)]
+    for line in _folded(reasons):
+        print(f"FAILS: {line}")
     print(f"{len(results)} kernels for {', '.join(arches)} ({cached} from the cache): {len(reasons)} failures")
     return 1 if reasons else 0
+
+
+_ALIKE = 3  # failures of one reason that are all shown
+
+
+def _folded(reasons: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each (where, reason), but one for all of a reason that many share."""
+    places: dict[str, list[str]] = {}
+    for where, reason in reasons:
+        places.setdefault(reason, []).append(where)
+    lines = []
+    for reason, found in places.items():
+        shown = found if len(found) <= _ALIKE else found[:1]
+        lines += [f"{where}: {reason}" if where else reason for where in shown]
+        if len(shown) < len(found):
+            lines[-1] += f" (and {len(found) - 1} more like it)"
+    return lines
 
 
 def _describe(job: Job) -> str:
@@ -348,22 +519,36 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--no-cache", action="store_true", help="compile everything again")
     options = parser.parse_args(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs; a GPU here may be busy
-    from hybrid_jax.kernels.launch import interpreting
-
     try:
-        arches = options.arch.split(",")
-        if unknown := sorted(set(arches) - LDS_BYTES.keys()):
-            raise UserError(f"--arch: {unknown[0]!r} is not one of {', '.join(LDS_BYTES)}")
-        if options.jobs < 1:
-            raise UserError("--jobs must be at least 1")
-        if interpreting():
-            raise UserError("TRITON_INTERPRET is set, with which Triton compiles nothing; unset it")
-        if importlib.util.find_spec("triton") is None:
-            raise UserError("triton is not installed (pip install 'hybrid_jax[triton]')")
-        return run(published_cases(), arches, options.jobs, None if options.no_cache else options.cache)
+        code = _checked(options)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped before anything was compiled", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _checked(options: argparse.Namespace) -> int:
+    from hybrid_jax.kernels.launch import interpreting
+
+    arches = list(dict.fromkeys(filter(None, map(str.strip, options.arch.split(",")))))
+    if unknown := sorted(set(arches) - LDS_BYTES.keys()):
+        raise UserError(f"--arch: {unknown[0]!r} is not one of {', '.join(LDS_BYTES)}")
+    if not arches:
+        raise UserError(f"--arch: name one of {', '.join(LDS_BYTES)}")
+    if options.jobs < 1:
+        raise UserError("--jobs must be at least 1")
+    if interpreting():
+        raise UserError("TRITON_INTERPRET is set, with which Triton compiles nothing; unset it")
+    if importlib.util.find_spec("triton") is None:
+        raise UserError("triton is not installed (pip install 'hybrid_jax[triton]')")
+    return run(published_cases(), arches, options.jobs, None if options.no_cache else options.cache)
 
 
 if __name__ == "__main__":

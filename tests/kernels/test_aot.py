@@ -3,11 +3,15 @@
 Triton's compiler runs in processes of its own, for which this file is a module: there TRITON_INTERPRET is unset.
 """
 
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import jax
@@ -16,7 +20,9 @@ import pytest
 import triton
 import triton.language as tl
 
+from hybrid_jax.errors import UserError
 from hybrid_jax.kernels import aot
+from hybrid_jax.kernels import launch as launching
 from hybrid_jax.kernels.launch import Tile, launch
 
 ROOT = Path(__file__).parents[2]
@@ -273,6 +279,121 @@ def test_limits_are_the_architectures():
 )
 def test_waves(vgpr, agpr, lds, warps, arch, expected):
     assert aot.waves(binary(vgpr=vgpr, agpr=agpr, lds=lds), warps, arch) == expected
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", "{}", "vgpr", "null", "\\xff"])
+def test_an_unreadable_entry_of_the_cache_is_a_miss(tmp_path, damage):
+    path = tmp_path / "key.json"
+    aot._keep(path, binary())
+    assert aot._kept(path) == binary() and list(tmp_path.iterdir()) == [path]
+    fields = json.loads(path.read_text())
+    if damage == "vgpr":
+        path.write_text(json.dumps(fields | {"vgpr": "80"}))
+    else:
+        path.write_bytes(damage.encode("latin-1"))
+    assert aot._kept(path) is None
+    assert aot._kept(tmp_path / "none.json") is None
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_cache_that_cannot_be_used_is_said_first(tmp_path, monkeypatch, place):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(aot, "collect", lambda *_: pytest.fail("went on"))
+    with pytest.raises(UserError, match=rf"--cache {tmp_path / place}: .*not a folder"):
+        aot.run([], ["gfx942"], 1, tmp_path / place)
+
+
+def _launched(kernel, warps, BV):
+    function = types.SimpleNamespace(fn=types.SimpleNamespace(__name__=kernel))
+    constants = (("BV", BV), ("V", 64))
+    return launching.Launch(function, (), constants, Tile(warps, 1, (("BV", BV),)), (1,), "gfx942")
+
+
+def test_rows_that_no_shape_compiles_are_failures(tmp_path, monkeypatch):
+    (tmp_path / "op" / "tiles").mkdir(parents=True)
+    wide, narrow, other = (
+        {"num_warps": w, "num_stages": 1, "constants": {"BV": b}} for w, b in ((4, 64), (4, 32), (8, 64))
+    )
+    table = {"a": {"scan": wide, "scan_narrow": narrow}, "b": {"scan": wide, "scan_narrow": wide}, "c": {"scan": other}}
+    (tmp_path / "op" / "tiles" / "gfx942.json").write_text(json.dumps(table))
+    monkeypatch.setattr(aot, "_TABLES", tmp_path)
+    monkeypatch.setattr(launching, "_TABLES", tmp_path)
+    launches = {"a": [_launched("scan", 4, 32)], "b": [_launched("scan", 4, 64)], "c": [_launched("scan", 4, 64)]}
+    unused = [("op tiles gfx942.json", f"{row} is compiled by no named shape") for row in ("a.scan", "c.scan")]
+    assert aot.unused_rows("op", "gfx942", launches) == unused
+    assert aot.unused_rows("op", "gfx942", launches, ["c"]) == unused[:1]
+
+
+def test_every_row_of_the_tables_is_compiled(monkeypatch):
+    monkeypatch.setattr(aot, "as_job", lambda op, launch: op)  # nothing compiles here
+    jobs, reasons = aot.collect(aot.published_cases(), list(aot.LDS_BYTES))
+    assert jobs and not reasons
+
+
+def test_failures_that_repeat_are_folded():
+    reasons = [(f"case{i}", "broken") for i in range(27)] + [("other", "worse"), ("one more", "worse")]
+    assert aot._folded(reasons) == ["case0: broken (and 26 more like it)", "other: worse", "one more: worse"]
+    assert aot._one_line(UserError("no such thing")) == "no such thing"
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from hybrid_jax.kernels import aot
+
+def attempt(job):
+    Path(f"{job.key}.began").touch()
+    time.sleep(0.1 if job.key == "0" else 60)
+    return aot.Binary(*[0] * 10)
+
+aot._attempt = attempt
+if __name__ == "__main__":
+    jobs = {aot.Job("op", "m", "k", (), (), 4, 1, (), "gfx942", str(i)): ["case"] for i in range(6)}
+    aot.collect = lambda *_: (jobs, [])
+    sys.exit(aot.run([], ["gfx942"], 2, Path("cache")))
+"""
+
+
+def test_ctrl_c_stops_at_once_and_keeps_what_is_done(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    clean = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    how = dict(env=clean, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    gate = subprocess.Popen([sys.executable, "slow.py"], text=True, **how)
+    try:
+        deadline = time.monotonic() + 60
+        while not ((tmp_path / "cache" / "0.json").exists() and len(list(tmp_path.glob("*.began"))) == 3):
+            assert gate.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        start = time.monotonic()
+        os.killpg(gate.pid, signal.SIGINT)  # as a terminal does
+        error = gate.communicate(timeout=30)[1]
+        assert time.monotonic() - start < 5
+    finally:
+        if gate.poll() is None:
+            os.killpg(gate.pid, signal.SIGKILL)
+    assert (gate.returncode, error) == (130, "stopped at 1/6; the same command goes on from there\n")
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["0.json"]
+    # The workers are gone; what tracks their semaphores ends by itself.
+    deadline = time.monotonic() + 10
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(gate.pid, 0)
+            time.sleep(0.05)
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    program = "import sys; from hybrid_jax.kernels import aot; aot._checked = lambda _: print('x' * 10**6) or 0; "
+    program += "sys.exit(aot.main([]))"
+    command = f"'{sys.executable}' -c \"{program}\" | head -c 1"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("x", "")
+
+
+def test_the_list_of_architectures_is_forgiving(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(aot, "run", lambda cases, arches, *_: arches == ["gfx950", "gfx942"])
+    assert aot.main(["--arch", " gfx950, gfx942,gfx950,"]) is True
 
 
 @pytest.mark.parametrize(

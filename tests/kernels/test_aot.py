@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from hybrid_jax.errors import UserError
-from hybrid_jax.kernels import aot
+from hybrid_jax.kernels import aot, compiling
 from hybrid_jax.kernels import launch as launching
 from hybrid_jax.kernels.launch import Tile, launch
 
@@ -100,7 +100,7 @@ def main(mode, names, arches, cache):
         jobs, _ = aot.collect(todo, arches)
         good = next(iter(jobs))
         killer = aot.dataclasses.replace(good, module="killer", key="killer")
-        for job, result, _ in aot.compile_all([good, killer], 2, None):
+        for job, result, _ in compiling.compile_all([good, killer], 2, None):
             print(job.module, result)
         return 0
     return aot.run(todo, arches, 2, Path(cache) if cache else None)
@@ -221,12 +221,12 @@ TTGIR = """
 
 
 def binary(**change):
-    result = aot.read({"amdgcn": ASSEMBLY, "ttgir": TTGIR}, 4096, 1.0)
+    result = compiling.read({"amdgcn": ASSEMBLY, "ttgir": TTGIR}, 4096, 1.0)
     return aot.dataclasses.replace(result, **change)
 
 
 def test_the_compilers_output_is_read():
-    assert binary() == aot.Binary(
+    assert binary() == compiling.Binary(
         vgpr=80,
         agpr=16,
         vgpr_spills=2,
@@ -243,12 +243,12 @@ def test_the_compilers_output_is_read():
 @pytest.mark.parametrize("field", ["agpr_count", "private_segment_fixed_size", "vgpr_spill_count"])
 def test_a_field_that_is_not_there_is_no_pass(field):
     with pytest.raises(ValueError, match=field):
-        aot.read({"amdgcn": ASSEMBLY.replace(field, "other"), "ttgir": TTGIR}, 0, 1.0)
+        compiling.read({"amdgcn": ASSEMBLY.replace(field, "other"), "ttgir": TTGIR}, 0, 1.0)
 
 
 def test_a_dot_of_unknown_layout_is_no_pass():
     with pytest.raises(ValueError, match="unknown layout"):
-        aot.read({"amdgcn": ASSEMBLY, "ttgir": TTGIR.replace("#blocked>\n", "?>\n")}, 0, 1.0)
+        compiling.read({"amdgcn": ASSEMBLY, "ttgir": TTGIR.replace("#blocked>\n", "?>\n")}, 0, 1.0)
 
 
 def test_limits_are_the_architectures():
@@ -284,15 +284,15 @@ def test_waves(vgpr, agpr, lds, warps, arch, expected):
 @pytest.mark.parametrize("damage", ["", "{", "[1]", "{}", "vgpr", "null", "\\xff"])
 def test_an_unreadable_entry_of_the_cache_is_a_miss(tmp_path, damage):
     path = tmp_path / "key.json"
-    aot._keep(path, binary())
-    assert aot._kept(path) == binary() and list(tmp_path.iterdir()) == [path]
+    compiling._keep(path, binary())
+    assert compiling._kept(path) == binary() and list(tmp_path.iterdir()) == [path]
     fields = json.loads(path.read_text())
     if damage == "vgpr":
         path.write_text(json.dumps(fields | {"vgpr": "80"}))
     else:
         path.write_bytes(damage.encode("latin-1"))
-    assert aot._kept(path) is None
-    assert aot._kept(tmp_path / "none.json") is None
+    assert compiling._kept(path) is None
+    assert compiling._kept(tmp_path / "none.json") is None
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
@@ -333,22 +333,22 @@ def test_every_row_of_the_tables_is_compiled(monkeypatch):
 def test_failures_that_repeat_are_folded():
     reasons = [(f"case{i}", "broken") for i in range(27)] + [("other", "worse"), ("one more", "worse")]
     assert aot._folded(reasons) == ["case0: broken (and 26 more like it)", "other: worse", "one more: worse"]
-    assert aot._one_line(UserError("no such thing")) == "no such thing"
+    assert compiling.one_line(UserError("no such thing")) == "no such thing"
 
 
 SLOW = """
 import sys, time
 from pathlib import Path
-from hybrid_jax.kernels import aot
+from hybrid_jax.kernels import aot, compiling
 
 def attempt(job):
     Path(f"{job.key}.began").touch()
     time.sleep(0.1 if job.key == "0" else 60)
-    return aot.Binary(*[0] * 10)
+    return compiling.Binary(*[0] * 10)
 
-aot._attempt = attempt
+compiling._attempt = attempt
 if __name__ == "__main__":
-    jobs = {aot.Job("op", "m", "k", (), (), 4, 1, (), "gfx942", str(i)): ["case"] for i in range(6)}
+    jobs = {compiling.Job("op", "m", "k", (), (), 4, 1, (), "gfx942", str(i)): ["case"] for i in range(6)}
     aot.collect = lambda *_: (jobs, [])
     sys.exit(aot.run([], ["gfx942"], 2, Path("cache")))
 """

@@ -451,13 +451,13 @@ def _lower(capability):
         print(next(line for line in binary.splitlines() if line.startswith(".target")))
         return
 
-    from hybrid_jax.kernels import aot
+    from hybrid_jax.kernels import compiling
 
     with recording(capability) as launches:
         jax.eval_shape(matmul, x, y)
-    job = aot.as_job("test", launches[0])
-    with_options = aot.build(job).asm["hsaco"]
-    without = aot.build(dataclasses.replace(job, options=())).asm["hsaco"]
+    job = compiling.as_job("test", launches[0])
+    with_options = compiling.build(job).asm["hsaco"]
+    without = compiling.build(dataclasses.replace(job, options=())).asm["hsaco"]
     assert with_options != without, "the options change nothing here: choose others"
     print("the same binary" if Path(binary).read_bytes() == with_options else "another binary")
 

@@ -18,11 +18,11 @@ def _place(
     with MAP, whether those are columns of M (and not of the state)."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     COLUMNS: tl.constexpr = BLOCKS + ((K + BV - 1) // BV if MAP else 0)
-    PARTS: tl.constexpr = SEGMENTS - 1 if MAP else SEGMENTS
+    SCANNED: tl.constexpr = SEGMENTS - 1 if MAP else SEGMENTS
     program = tl.program_id(0)
     block = program % COLUMNS
-    segment = (program // COLUMNS) % PARTS
-    row = (program // COLUMNS // PARTS).to(tl.int64)
+    segment = (program // COLUMNS) % SCANNED
+    row = (program // COLUMNS // SCANNED).to(tl.int64)
     of_map = block >= BLOCKS
     return row, segment, tl.where(of_map, block - BLOCKS, block) * BV + tl.arange(0, BV), of_map
 

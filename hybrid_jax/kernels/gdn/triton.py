@@ -125,19 +125,17 @@ def shape_class(K: int, dtype) -> str:
 
 
 # The rows of a shape class: a kernel's, or that of a scan over few heads; BV is at most V's power of two.
-_WIDTHS = {"BV": (16, 32, 64, 128, 256, 512)}
-_ROWS = {"prepare": {"C": (16, 32, 64)}} | dict.fromkeys(
-    (
-        "scan",
-        "scan_narrow",
-        "output",
-        "query_gradients",
-        "reverse_scan",
-        "reverse_scan_narrow",
-        "key_gradients",
-    ),
-    _WIDTHS,
-)
+_WIDTHS: dict[str, tuple[int, ...]] = {"BV": (16, 32, 64, 128, 256, 512)}
+_ROWS: dict[str, dict[str, tuple[int, ...]]] = {
+    "prepare": {"C": (16, 32, 64)},
+    "scan": _WIDTHS,
+    "scan_narrow": _WIDTHS,
+    "output": _WIDTHS,
+    "query_gradients": _WIDTHS,
+    "reverse_scan": _WIDTHS,
+    "reverse_scan_narrow": _WIDTHS,
+    "key_gradients": _WIDTHS,
+}
 
 # Programs that keep a device's multiprocessors busy in the scans (an H200 has 132, an MI355X 256, an MI300X 304).
 _FILL = {"gfx942": 256, "gfx950": 256}

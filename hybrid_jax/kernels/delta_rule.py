@@ -163,8 +163,14 @@ def recurrence(q, k, v, g, beta, scale: float, initial_state: jax.Array, segment
     return jnp.moveaxis(o, 0, 1).reshape(v.shape).astype(v.dtype), state.reshape(B, HV, K, V)
 
 
-def call(op, backends, backend, q, k, v, g, beta, gate_shape, scale, initial_state, segment_ids):
-    """gdn and kda: checks shapes, fills in defaults, picks the backend, splits rows over devices."""
+def call(
+    op, backends, backend, q, k, v, g, beta, gate_shape, scale, initial_state, segment_ids, form="", parameters=()
+):
+    """gdn and kda: checks shapes, fills in defaults, picks the backend, splits rows over devices.
+
+    form: what makes log decays of g, "" when g are those. parameters: of that, (name, array, shape) each; the backends
+    take the arrays after their other arguments.
+    """
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"{op}: q {q.shape} must be [B, T, H, K] and v {v.shape} [B, T, HV, V]")
     B, T, H, K = q.shape
@@ -175,28 +181,31 @@ def call(op, backends, backend, q, k, v, g, beta, gate_shape, scale, initial_sta
         raise ValueError(f"{op}: needs HV a multiple of H, got HV={HV}, H={H}")
     expected = {"k": (k, q.shape), "v": (v, (B, T, HV, V)), "g": (g, gate_shape), "beta": (beta, (B, T, HV))}
     expected |= {"initial_state": (initial_state, (B, HV, K, V)), "segment_ids": (segment_ids, (B, T))}
+    expected |= {name: (value, shape) for name, value, shape in parameters}
     for name, (value, shape) in expected.items():
         if value is not None and value.shape != tuple(shape):
             raise ValueError(f"{op}: {name} has shape {value.shape}, expected {tuple(shape)}")
-    for name, value in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}.items():
-        if value is not None and not jnp.issubdtype(value.dtype, jnp.floating):
+    for name, (value, _) in ({"q": (q, ())} | expected).items():
+        if name != "segment_ids" and value is not None and not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(f"{op}: {name} is {value.dtype}, expected a floating-point type")
     if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise ValueError(f"{op}: segment_ids are {segment_ids.dtype}, expected integers")
+    arrays = tuple(value for _, value, _ in parameters)
     if initial_state is None:
         initial_state = jnp.zeros((B, HV, K, V), accumulator(jnp.result_type(q, k, v)))
     if backend == "auto" and T == 1:
         chosen = "reference"  # one token while generating: the recurrence is the shorter program
     else:
-        dtype, *others = (jnp.result_type(x).name for x in (jnp.result_type(q, k, v), g, beta, initial_state))
+        dtype, *others = (jnp.result_type(x).name for x in (jnp.result_type(q, k, v), g, beta, initial_state, *arrays))
         chosen = dispatch.resolve(op, backend, tuple(backends), support.unfit(op, K, V, dtype, others))
     if chosen == "triton":
-        selftest.before_use(op, backends, K, V, HV // H, dtype, packed=segment_ids is not None)
+        variant = selftest.Variant(op, K, V, HV // H, dtype, segment_ids is not None, form)
+        selftest.before_use(variant, backends)
     elif segment_ids is None:
         segment_ids = jnp.zeros((B, T), jnp.int32)
     scale = K**-0.5 if scale is None else float(scale)
 
-    def rows(q, k, v, g, beta, initial_state, segment_ids):
-        return backends[chosen](q, k, v, g, beta, scale, initial_state, segment_ids)
+    def rows(q, k, v, g, beta, initial_state, segment_ids, *parameters):
+        return backends[chosen](q, k, v, g, beta, scale, initial_state, segment_ids, *parameters)
 
-    return dispatch.over_batch(rows)(q, k, v, g, beta, initial_state, segment_ids)
+    return dispatch.over_batch(rows)(q, k, v, g, beta, initial_state, segment_ids, replicated=arrays)

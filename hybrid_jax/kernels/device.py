@@ -120,7 +120,7 @@ def _merge(a, x, pairs: tl.constexpr, size: tl.constexpr):
 
 
 @triton.jit
-def _diagonal(a, count: tl.constexpr, size: tl.constexpr):
+def diagonal(a, count: tl.constexpr, size: tl.constexpr):
     """The diagonal blocks [count, size, size] of a [count size, count size]."""
     blocks = tl.reshape(a, [count, size, count, size])
     at = tl.arange(0, count)
@@ -131,9 +131,9 @@ def _diagonal(a, count: tl.constexpr, size: tl.constexpr):
 def unit_lower_inverse(a, C: tl.constexpr):
     """(I + a)^-1 of a strictly lower a [C, C], C = 16, 32 or 64, in fp32: forward substitution in 16-wide blocks,
     merged pairwise (see kernels.triangular, which says why not a power series)."""
-    x = _substitute(_diagonal(a, C // BLOCK, BLOCK), C // BLOCK)
+    x = _substitute(diagonal(a, C // BLOCK, BLOCK), C // BLOCK)
     if C >= 32:
-        x = _merge(_diagonal(a, C // 32, 32), x, C // 32, BLOCK)
+        x = _merge(diagonal(a, C // 32, 32), x, C // 32, BLOCK)
     if C == 64:
         x = _merge(tl.reshape(a, [1, C, C]), x, 1, 32)
     return tl.reshape(x, [C, C])

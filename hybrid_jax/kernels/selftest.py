@@ -32,7 +32,9 @@ LENGTH = 3109  # tokens of a long row: a ragged end, and enough chunks to be cut
 SHORT, MANY = 133, 256  # tokens of many short rows, and how many blocks of values make them many: other tiles there
 PIECE = 128  # tokens between the states that the reference keeps for its backward pass
 
+PARAMETERS = ("A_log", "dt_bias")  # of a gate
 ROWS = ("random", "similar keys, slow decay")  # even rows, odd rows
+_KINDS = (slice(0, None, 2), slice(1, None, 2))
 # Largest relative RMS error of outputs and of gradients. What a wrong binary gives is off by its own size.
 LIMITS = {"bfloat16": ((1e-2, 2e-2), (4e-2, 4e-2)), "float32": ((1e-4, 1e-4), (1e-3, 1e-3))}
 
@@ -52,19 +54,19 @@ class Variant:
     R: int
     dtype: str
     packed: bool
+    gate: str = ""  # what makes log decays of raw gates inside the kernels; "" where they are given
 
     def __str__(self) -> str:
         sizes = f"{self.op} for K {self.K}, V {self.V}, {self.R} value heads a key head, {self.dtype}"
-        return sizes + (", packed" if self.packed else "")
+        return sizes + (", packed" if self.packed else "") + (f", {self.gate} gate" if self.gate else "")
 
 
-def before_use(op: str, backends: Mapping[str, Callable], K: int, V: int, R: int, dtype: str, packed: bool) -> None:
+def before_use(variant: Variant, backends: Mapping[str, Callable]) -> None:
     """Tests backends["triton"] of a delta rule against backends["reference"] once, on this process's first device.
 
     It may be called while jax traces, under a mesh and inside shard_map. Raises UserError when the kernels do not
     compile or compute something else.
     """
-    variant = Variant(op, K, V, R, dtype, packed)
     if launch.executor() not in EXECUTORS:
         return
     with _lock:
@@ -125,7 +127,8 @@ def _errors(variant: Variant, kernel: Callable, reference: Callable, device: jax
     def program(op):
         def both(inputs, cotangents, ids):
             def forward(x):
-                o, state = op(x["q"], x["k"], x["v"], x["g"], x["beta"], scale, x["initial_state"], ids)
+                parameters = [x[name] for name in PARAMETERS if name in x]
+                o, state = op(x["q"], x["k"], x["v"], x["g"], x["beta"], scale, x["initial_state"], ids, *parameters)
                 return {"o": o, "final_state": state}
 
             out, pull = jax.vjp(forward, inputs)
@@ -144,8 +147,11 @@ def _errors(variant: Variant, kernel: Callable, reference: Callable, device: jax
         actual, expected = jax.device_get((actual, expected))
         for name, e in expected.items():
             a, e = np.asarray(actual[name], np.float64), np.asarray(e, np.float64)
-            for row, label in enumerate(ROWS):
-                error = np.sqrt(np.mean((a[row::2] - e[row::2]) ** 2) / np.mean(e[row::2] ** 2))
+            # A parameter's gradient comes from all rows.
+            of_parameter = name.removeprefix("d") in PARAMETERS
+            kinds = {ROWS[1]: slice(None)} if of_parameter else dict(zip(ROWS, _KINDS, strict=True))
+            for label, rows in kinds.items():
+                error = np.sqrt(np.mean((a[rows] - e[rows]) ** 2) / np.mean(e[rows] ** 2))
                 found[f"{name}, {label}"] = float(np.maximum(error, found.get(f"{name}, {label}", 0.0)))
     return found
 
@@ -163,12 +169,18 @@ def problem(variant: Variant, many: bool) -> tuple[dict[str, np.ndarray], dict[s
         return rng.standard_normal((B, *shape), np.float32)
 
     x = {"q": normal(T, H, K), "k": normal(T, H, K), "v": normal(T, HV, V)}
-    x |= {"g": -np.exp(normal(T, HV) - 1), "beta": 1 / (1 + np.exp(-normal(T, HV))), "initial_state": normal(HV, K, V)}
+    x |= {"g": normal(T, HV, *([K] if variant.op == "kda" else [])), "beta": 1 / (1 + np.exp(-normal(T, HV)))}
+    x["initial_state"] = normal(HV, K, V)
     x["k"][1::2] = 1 + 0.15 * x["k"][1::2]
-    x["g"][1::2] *= 1e-3
+    if variant.gate:
+        x["g"][1::2] -= 7
+        x |= {"A_log": normal(HV)[0], "dt_bias": normal(HV, K)[0]}
+    else:
+        x["g"] = -np.exp(x["g"] - 1)
+        x["g"][1::2] *= 1e-3
     cotangents = {"o": normal(T, HV, V), "final_state": normal(HV, K, V)}
     dtype = jnp.dtype(variant.dtype)
-    x |= {name: x[name].astype(dtype) for name in "qkv"}
+    x |= {name: x[name].astype(dtype) for name in ("qkvg" if variant.gate else "qkv")}
     cotangents["o"] = cotangents["o"].astype(dtype)
     ids = np.zeros((B, T), np.int32)
     if variant.packed:
@@ -182,22 +194,23 @@ def _in_pieces(fn: Callable) -> Callable:
     """A recurrence that holds states of one piece of a row, not of each token, until its backward pass. Documents
     must not start where a piece does."""
 
-    def whole(q, k, v, g, beta, scale, initial_state, ids):
+    def whole(q, k, v, g, beta, scale, initial_state, ids, *parameters):
         T = v.shape[1]
         count = -(-T // PIECE)
 
-        def cut(x, mode="constant"):
-            x = jnp.pad(x, [(0, 0), (0, count * PIECE - T)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+        def cut(x, mode="constant", **how):
+            x = jnp.pad(x, [(0, 0), (0, count * PIECE - T)] + [(0, 0)] * (x.ndim - 2), mode=mode, **how)
             return jnp.moveaxis(x.reshape(x.shape[0], count, PIECE, *x.shape[2:]), 1, 0)
 
         @jax.checkpoint
         def step(state, piece):
             *tokens, ids = piece
-            o, state = fn(*tokens, scale, state, ids)
+            o, state = fn(*tokens, scale, state, ids, *parameters)
             return state, o
 
-        # Zeros at the end leave a state as it is.
-        state, o = jax.lax.scan(step, initial_state, (*map(cut, (q, k, v, g, beta)), cut(ids, "edge")))
+        # Zeros at the end leave a state as it is, and so do raw gates so low that nothing decays.
+        gates = cut(g, constant_values=-1e30 if parameters else 0.0)
+        state, o = jax.lax.scan(step, initial_state, (*map(cut, (q, k, v)), gates, cut(beta), cut(ids, "edge")))
         return jnp.moveaxis(o, 0, 1).reshape(v.shape[0], -1, *v.shape[2:])[:, :T], state
 
     return whole
@@ -238,7 +251,8 @@ def _driver() -> str:
 def _sources(op: str) -> str:
     """Digest of the kernels' sources and tile tables."""
     folder, digest = Path(__file__).parent, hashlib.sha256()
-    files = [*folder.glob("*.py"), *(folder / op).rglob("*.py"), *(folder / op).rglob("*.json")]
+    files = [*folder.glob("*.py"), *(folder / "delta").glob("*.py")]
+    files += [*(folder / op).rglob("*.py"), *(folder / op).rglob("*.json")]
     for path in sorted(files):
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()

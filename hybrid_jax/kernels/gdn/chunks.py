@@ -7,16 +7,16 @@ N chunks, C chunk, BK >= K and BV widths of tiles.
 import triton
 import triton.language as tl
 
-from hybrid_jax.kernels.device import (
-    dot,
-    load_rows,
-    prefix_sum,
-    split,
-    store_rows,
-    strict_prefix_sum,
-    suffix_sum,
-    unit_lower_inverse,
+from hybrid_jax.kernels.delta.chunks import (
+    apply,
+    inverse_norm,
+    load_inverse,
+    load_strength,
+    local_gradient,
+    store_inverse,
+    store_unnormalised,
 )
+from hybrid_jax.kernels.device import dot, load_rows, prefix_sum, split, store_rows, strict_prefix_sum, suffix_sum
 
 
 @triton.jit
@@ -56,20 +56,6 @@ def _pair_decays(total, document, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _inverse_norm(x):
-    x = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)
-
-
-@triton.jit
-def _beta(beta, b, n, head, T: tl.constexpr, HV: tl.constexpr, C: tl.constexpr):
-    """beta of chunk n [C], kept away from zero: V' / beta then exists, at no change that fp32 could show."""
-    token = n * C + tl.arange(0, C)
-    x = tl.load(beta + (b * T + token) * HV + head, mask=token < T, other=0.0)
-    return tl.where(tl.abs(x) < 1e-20, 1e-20, x)
-
-
-@triton.jit
 def prepare(
     k,
     g,
@@ -102,54 +88,28 @@ def prepare(
     total, entering, leaving, whole, document = _decays(g, documents, b, n, head, T, HV, C, PACKED)
     start = (b * T * H + head // (HV // H)) * K
     k_tile = load_rows(k + start, n * C, H * K, tl.arange(0, BK), C, T, K)
-    k_norm = _inverse_norm(k_tile)
+    k_norm = inverse_norm(k_tile)
     at = tl.arange(0, C)
     tl.store(coefficients + (b * HV + head) * N * C + n * C + at, entering * k_norm)
     tl.store(carries + (b * HV + head) * N + n, whole)
 
-    strength = _beta(beta, b, n, head, T, HV, C)
+    strength = load_strength(beta, b, n, head, T, HV, C)
     A = dot(k_tile, tl.trans(k_tile)) * k_norm[None, :] * (strength * k_norm)[:, None]
     A = tl.where(at[:, None] > at[None, :], A * _pair_decays(total, document, C, PACKED), 0.0)
-    x = unit_lower_inverse(A, C) * strength[None, :]
-    high, low = split(x, dtype)
-    tile = inverse + ((b * N + n) * HV + head) * (PARTS * C * C) + at[:, None] * C + at[None, :]
-    tl.store(tile, high)
-    if PARTS == 2:
-        tl.store(tile + C * C, low)
+    x = store_inverse(inverse, (b * N + n) * HV + head, A, strength, C, PARTS)
 
     high, low = split(tl.trans(x * (leaving * k_norm)[:, None]), dtype)
     BLOCK: tl.constexpr = 64 if BK > 64 else BK
     for block in tl.range(0, BK // BLOCK, disable_licm=True):
         columns = block * BLOCK + tl.arange(0, BLOCK)
-        writer = _apply(high, low, load_rows(k + start, n * C, H * K, columns, C, T, K), PARTS)
+        writer = apply(high, low, load_rows(k + start, n * C, H * K, columns, C, T, K), PARTS)
         store_rows(writers + (b * T * HV + head) * K, writer, n * C, HV * K, columns, C, T, K)
-
-
-@triton.jit
-def _load_inverse(inverse, chunk, C: tl.constexpr, PARTS: tl.constexpr):
-    at = tl.arange(0, C)
-    tile = inverse + chunk * (PARTS * C * C) + at[:, None] * C + at[None, :]
-    high = tl.load(tile)
-    low = high
-    if PARTS == 2:
-        low = tl.load(tile + C * C)
-    return high, low
-
-
-@triton.jit
-def _apply(high, low, x, PARTS: tl.constexpr):
-    """(high + low) x in fp32, of x rounded to their type."""
-    x = x.to(high.dtype)
-    y = dot(high, x)
-    if PARTS == 2:
-        y += dot(low, x)
-    return y
 
 
 @triton.jit
 def _new_values(state, k, v, of_k, high, low, PARTS: tl.constexpr):
     """V' = T' (V - gamma K S)."""
-    return _apply(high, low, v - of_k[:, None] * dot(k, state), PARTS)
+    return apply(high, low, v - of_k[:, None] * dot(k, state), PARTS)
 
 
 @triton.jit
@@ -190,12 +150,12 @@ def output(
     k_tile = load_rows(k + start, n * C, H * K, key, C, T, K)
     state = load_rows(states + chunk * K * V, 0, V, value, BK, K, V)
     v_tile = load_rows(v + v_start, n * C, HV * V, value, C, T, V)
-    high, low = _load_inverse(inverse, chunk, C, PARTS)
+    high, low = load_inverse(inverse, chunk, C, PARTS)
     total, entering, _, _, document = _decays(g, documents, b, n, head, T, HV, C, PACKED)
-    k_norm = _inverse_norm(k_tile)
+    k_norm = inverse_norm(k_tile)
     new = _new_values(state, k_tile, v_tile, entering * k_norm, high, low, PARTS).to(dtype)
     q_tile = load_rows(q + start, n * C, H * K, key, C, T, K)
-    of_q = SCALE * _inverse_norm(q_tile)
+    of_q = SCALE * inverse_norm(q_tile)
     P = dot(q_tile, tl.trans(k_tile)) * _pair_decays(total, document, C, PACKED)
     P = P * k_norm[None, :] * of_q[:, None]
     out = (entering * of_q)[:, None] * dot(q_tile, state) + dot(P.to(dtype), new)
@@ -254,10 +214,10 @@ def query_gradients(
         q_tile = load_rows(q + start, n * C, H * K, key, C, T, K)
         k_tile = load_rows(k + start, n * C, H * K, key, C, T, K)
         total, entering, _, _, document = _decays(g, documents, b, n, head, T, HV, C, PACKED)
-        of_q, k_norm = SCALE * _inverse_norm(q_tile), _inverse_norm(k_tile)
+        of_q, k_norm = SCALE * inverse_norm(q_tile), inverse_norm(k_tile)
         factor = _pair_decays(total, document, C, PACKED) * k_norm[None, :] * of_q[:, None]
         P = dot(q_tile, tl.trans(k_tile)) * factor
-        high, low = _load_inverse(inverse, chunk, C, PARTS)
+        high, low = load_inverse(inverse, chunk, C, PARTS)
         dP = tl.zeros([C, C], tl.float32)
         log_decay = tl.zeros([C], tl.float32)
         for block in range((V + BV - 1) // BV):
@@ -268,10 +228,7 @@ def query_gradients(
             new = _new_values(state, k_tile, v_tile, entering * k_norm, high, low, PARTS).to(dtype)
             store_rows(values + v_start, new, n * C, HV * V, value, C, T, V)
             dP += dot(do_tile, tl.trans(new))
-            local, rest = split(dot(tl.trans(P.to(dtype)), do_tile), dtype)
-            dv_tile = _apply(tl.trans(high), tl.trans(low), local, PARTS)
-            if PARTS == 2:
-                dv_tile += dot(tl.trans(high), rest)
+            dv_tile = local_gradient(P.to(dtype), do_tile, high, low, PARTS)
             store_rows(dv_local + v_start, dv_tile, n * C, HV * V, value, C, T, V)
             part = dot(do_tile, tl.trans(state)) * (entering * of_q)[:, None]
             log_decay += tl.sum(q_tile * part, axis=1)
@@ -286,7 +243,7 @@ def query_gradients(
         row = (b * HV + head) * (N * C) + n * C + at
         tl.store(log_decays + row, log_decay)
         tl.store(of_queries + row, entering * of_q)
-    _store_unnormalised(dq, dq_tile, q, start, n, key, T, H, K, C)
+    store_unnormalised(dq, dq_tile, q, start, n, key, T, H, K, C)
 
 
 @triton.jit
@@ -335,9 +292,9 @@ def key_gradients(
         v_start = (b * T * HV + head) * V
         here = (b * T + token) * HV + head
         k_tile = load_rows(k + start, n * C, H * K, key, C, T, K)
-        k_norm = _inverse_norm(k_tile)
+        k_norm = inverse_norm(k_tile)
         total, entering, leaving, whole, document = _decays(g, documents, b, n, head, T, HV, C, PACKED)
-        strength = _beta(beta, b, n, head, T, HV, C)
+        strength = load_strength(beta, b, n, head, T, HV, C)
         log_decay = tl.load(log_decays + (b * HV + head) * (N * C) + token)
         dA = tl.zeros([C, C], tl.float32)
         dstrength = tl.zeros([C], tl.float32)
@@ -373,13 +330,4 @@ def key_gradients(
         dgate = suffix_sum(log_decay, document, PACKED) + strict_prefix_sum(out_of, C) + whole * through
         tl.store(dg + here, dgate, mask=token < T)
         tl.store(dbeta + here, dstrength, mask=token < T)
-    _store_unnormalised(dk, dk_tile, k, start, n, key, T, H, K, C)
-
-
-@triton.jit
-def _store_unnormalised(out, dx, x, start, n, key, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
-    """The gradient of x from dx, that of u = x / |x| times 1 / |x|: dx - u (u . dx)."""
-    tile = load_rows(x + start, n * C, H * K, key, C, T, K)
-    unit = tile * _inverse_norm(tile)[:, None]
-    dx -= unit * tl.sum(unit * dx, axis=1)[:, None]
-    store_rows(out + start, dx, n * C, H * K, key, C, T, K)
+    store_unnormalised(dk, dk_tile, k, start, n, key, T, H, K, C)

@@ -1,7 +1,11 @@
-"""Gated DeltaNet's kernels that go through a row chunk by chunk; kernels.gdn.triton says how they fit together.
+"""The delta rules' kernels that go through a row chunk by chunk; kernels.gdn.triton says how they fit together.
 
-Symbols as there. Shapes: B batch, T time, H q/k heads, HV value heads, K key dim, V value dim, N chunks, C chunk,
-P segments, BK >= K and BV widths of tiles.
+Symbols as there. A chunk reads the state with gamma K and asks it with scale gamma Q. Decays of a head leave k and q
+as they are stored, for all value heads of a group, and are coefficients of their rows; decays of channels
+(PER_CHANNEL) are in `readers` and `queries`, which then have a row for each value head (H = HV).
+
+Shapes: B batch, T time, H q/k heads, HV value heads, K key dim, V value dim, N chunks, C chunk, P segments, BK >= K
+and BV widths of tiles; D is 1, or K with PER_CHANNEL.
 """
 
 import triton
@@ -53,8 +57,18 @@ def _start(
 
 
 @triton.jit
+def _carry(carries, chunk, key, K: tl.constexpr, PER_CHANNEL: tl.constexpr):
+    """The decay of the state over a chunk, to be multiplied with it."""
+    if PER_CHANNEL:
+        x = tl.load(carries + chunk * K + key, mask=key < K, other=0.0)[:, None]
+    else:
+        x = tl.load(carries + chunk)
+    return x
+
+
+@triton.jit
 def scan(
-    k,
+    readers,
     v,
     writers,
     coefficients,
@@ -74,6 +88,7 @@ def scan(
     SEGMENTS: tl.constexpr,
     CHUNKS: tl.constexpr,
     MAP: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
 ):
     """The state before each chunk [B,N,HV,K,V] and after each segment [B,HV,P,K,V] from the states `entering` segments
     of CHUNKS chunks [B,HV,P,K,V]: one program a value head, segment and block of BV columns.
@@ -85,7 +100,7 @@ def scan(
     row, segment, column, of_map = _place(HV, K, V, BV, SEGMENTS, MAP)
     b, head = row // HV, row % HV
     place = row * SEGMENTS + segment
-    dtype: tl.constexpr = k.dtype.element_ty
+    dtype: tl.constexpr = readers.dtype.element_ty
     key, at = tl.arange(0, BK), tl.arange(0, C)
     k_start = (b * T * H + head // (HV // H)) * K
     head_start = b * T * HV + head
@@ -96,13 +111,15 @@ def scan(
     if MAP:
         stop = tl.where(of_map & (segment == 0), first, stop)  # the first segment's M is not needed
     for n in tl.range(first, stop, disable_licm=True):
-        k_tile = load_rows(k + k_start, n * C, H * K, key, C, T, K)
+        reader = load_rows(readers + k_start, n * C, H * K, key, C, T, K)
         v_tile = load_rows(v + head_start * V, n * C, HV * V, value, C, T, V)
         writer = load_rows(writers + head_start * K, n * C, HV * K, key, C, T, K)
-        on_entering = tl.load(coefficients + row * (N * C) + n * C + at)
-        carry = tl.load(carries + row * N + n)
+        carry = _carry(carries, row * N + n, key, K, PER_CHANNEL)
         rounded = state.to(dtype)
-        wrong = v_tile - on_entering[:, None] * dot(k_tile, rounded)
+        predicted = dot(reader, rounded)
+        if not PER_CHANNEL:
+            predicted *= tl.load(coefficients + row * (N * C) + n * C + at)[:, None]
+        wrong = v_tile - predicted
         if not MAP:
             store_rows(states + ((b * N + n) * HV + head) * K * V, rounded, 0, V, value, BK, K, V)
         state = carry * state + dot(tl.trans(writer), wrong.to(dtype))
@@ -113,8 +130,8 @@ def scan(
 
 @triton.jit
 def reverse_scan(
-    q,
-    k,
+    queries,
+    readers,
     do,
     dv_local,
     of_queries,
@@ -137,15 +154,20 @@ def reverse_scan(
     SEGMENTS: tl.constexpr,
     CHUNKS: tl.constexpr,
     MAP: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
 ):
-    """dv, the gradient of the state after each chunk [B,N,HV,K,V] and before each segment [B,HV,P,K,V] from those
-    of the states `leaving` the segments [B,HV,P,K,V]. Programs, and MAP (here M^T) from the last segment, as in `scan`.
+    """dv [B,T,HV,V], the gradient of the state after each chunk [B,N,HV,K,V] and before each segment [B,HV,P,K,V] from
+    those of the states `leaving` the segments [B,HV,P,K,V]. Programs, and MAP (here M^T) from the last segment, as in
+    `scan`.
+
+    queries, readers [B,T,H,K], writers [B,T,HV,K]; of_queries, coefficients [B,HV,N C], read unless PER_CHANNEL;
+    carries [B,HV,N,D].
     """
     row, passed, column, of_map = _place(HV, K, V, BV, SEGMENTS, MAP)
     segment = SEGMENTS - 1 - passed
     b, head = row // HV, row % HV
     place = row * SEGMENTS + segment
-    dtype: tl.constexpr = k.dtype.element_ty
+    dtype: tl.constexpr = readers.dtype.element_ty
     key, at = tl.arange(0, BK), tl.arange(0, C)
     qk_start = (b * T * H + head // (HV // H)) * K
     head_start = b * T * HV + head
@@ -159,19 +181,20 @@ def reverse_scan(
         n = stop - 1 - back
         writer = load_rows(writers + head_start * K, n * C, HV * K, key, C, T, K)
         local = load_rows(dv_local + head_start * V, n * C, HV * V, value, C, T, V)
-        q_tile = load_rows(q + qk_start, n * C, H * K, key, C, T, K)
+        query = load_rows(queries + qk_start, n * C, H * K, key, C, T, K)
         do_tile = load_rows(do + head_start * V, n * C, HV * V, value, C, T, V)
-        k_tile = load_rows(k + qk_start, n * C, H * K, key, C, T, K)
-        of_q = tl.load(of_queries + row * (N * C) + n * C + at)
-        on_entering = tl.load(coefficients + row * (N * C) + n * C + at)
-        carry = tl.load(carries + row * N + n)
+        reader = load_rows(readers + qk_start, n * C, H * K, key, C, T, K)
+        carry = _carry(carries, row * N + n, key, K, PER_CHANNEL)
         rounded = dstate.to(dtype)
         dv_tile = local + dot(writer, rounded)
         if not MAP:
             store_rows(dstates + ((b * N + n) * HV + head) * K * V, rounded, 0, V, value, BK, K, V)
             store_rows(dv + head_start * V, dv_tile, n * C, HV * V, value, C, T, V)
-        dstate = carry * dstate + dot(tl.trans(q_tile), (of_q[:, None] * do_tile).to(dtype))
-        dstate -= dot(tl.trans(k_tile), (on_entering[:, None] * dv_tile).to(dtype))
+        if not PER_CHANNEL:
+            do_tile = (do_tile * tl.load(of_queries + row * (N * C) + n * C + at)[:, None]).to(dtype)
+            dv_tile *= tl.load(coefficients + row * (N * C) + n * C + at)[:, None]
+        dstate = carry * dstate + dot(tl.trans(query), do_tile)
+        dstate -= dot(tl.trans(reader), dv_tile.to(dtype))
     if MAP:
         store_rows(dstates + place * K * K, dstate, 0, K, tl.where(of_map, column, K), BK, K, K)
     store_rows(entering + place * K * V, dstate, 0, V, value, BK, K, V)

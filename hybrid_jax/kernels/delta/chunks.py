@@ -1,0 +1,78 @@
+"""Device functions on one chunk of a row that the kernels of both delta rules use; symbols as in kernels.gdn.triton.
+
+Shapes: T time, H q/k heads, HV value heads, K key dim, C chunk.
+"""
+
+import triton
+import triton.language as tl
+
+from hybrid_jax.kernels.device import dot, load_rows, split, store_rows, unit_lower_inverse
+
+
+@triton.jit
+def inverse_norm(x):
+    """1 / |x| of each row."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)
+
+
+@triton.jit
+def load_strength(beta, b, n, head, T: tl.constexpr, HV: tl.constexpr, C: tl.constexpr):
+    """beta of chunk n [C], kept away from zero: V' / beta then exists, at no change that fp32 could show."""
+    token = n * C + tl.arange(0, C)
+    x = tl.load(beta + (b * T + token) * HV + head, mask=token < T, other=0.0)
+    return tl.where(tl.abs(x) < 1e-20, 1e-20, x)
+
+
+@triton.jit
+def store_inverse(inverse, chunk, A, strength, C: tl.constexpr, PARTS: tl.constexpr):
+    """T' = (I + A)^-1 diag(beta) [C, C] in fp32, and to memory as high and low part."""
+    at = tl.arange(0, C)
+    x = unit_lower_inverse(A, C) * strength[None, :]
+    high, low = split(x, inverse.dtype.element_ty)
+    tile = inverse + chunk * (PARTS * C * C) + at[:, None] * C + at[None, :]
+    tl.store(tile, high)
+    if PARTS == 2:
+        tl.store(tile + C * C, low)
+    return x
+
+
+@triton.jit
+def load_inverse(inverse, chunk, C: tl.constexpr, PARTS: tl.constexpr):
+    """T' as (high, low)."""
+    at = tl.arange(0, C)
+    tile = inverse + chunk * (PARTS * C * C) + at[:, None] * C + at[None, :]
+    high = tl.load(tile)
+    low = high
+    if PARTS == 2:
+        low = tl.load(tile + C * C)
+    return high, low
+
+
+@triton.jit
+def apply(high, low, x, PARTS: tl.constexpr):
+    """(high + low) x in fp32, of x rounded to their type."""
+    x = x.to(high.dtype)
+    y = dot(high, x)
+    if PARTS == 2:
+        y += dot(low, x)
+    return y
+
+
+@triton.jit
+def local_gradient(P, do, high, low, PARTS: tl.constexpr):
+    """T'^T P^T do: what a chunk's own outputs give to dv."""
+    local, rest = split(dot(tl.trans(P), do), high.dtype)
+    dv = apply(tl.trans(high), tl.trans(low), local, PARTS)
+    if PARTS == 2:
+        dv += dot(tl.trans(high), rest)
+    return dv
+
+
+@triton.jit
+def store_unnormalised(out, dx, x, start, n, key, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+    """The gradient of x from dx, that of u = x / |x| times 1 / |x|: dx - u (u . dx)."""
+    tile = load_rows(x + start, n * C, H * K, key, C, T, K)
+    unit = tile * inverse_norm(tile)[:, None]
+    dx -= unit * tl.sum(unit * dx, axis=1)[:, None]
+    store_rows(out + start, dx, n * C, H * K, key, C, T, K)

@@ -1,0 +1,144 @@
+"""Kimi Delta Attention in Triton: six kernels for forward and backward, as in kernels.gdn.triton, with a decay a channel.
+
+    E = V - (gamma K) S,  V' = T' E,  S <- diag(gamma_C) S + X^T E,  X = T'^T (Lambda K),  o = (scale gamma Q) S + P V',
+
+gamma_i the decays from the chunk's start through token i, Lambda_j those after j to its end, both at most 1. What is
+multiplied with decays (gamma K, scale gamma Q, X) is written once, by `prepare`, as are T' and P, whose pairs of
+tokens are covered by dyadic squares (kernels.kda.decays): no exponent is positive for any gates.
+
+The log decays g come from the raw gate inside the kernels, forward and again backward:
+
+    softplus: g = -exp(A_log) softplus(f + dt_bias);  bounded: g = lower_bound sigmoid(exp(A_log) (f + dt_bias)).
+
+Forward: `prepare` (each chunk alone), `scan` (the state before each chunk), `output` (each chunk alone). Backward:
+`prepare` again, `value_gradients` (each chunk alone), `reverse_scan`, `input_gradients` (each chunk alone). Saved
+between them: the inputs and the states. Sums of gates' derivatives run over the pairs of a chunk in which a gate lies;
+both tokens of a pair add the same product, so that pairs in which it does not lie cancel exactly.
+
+Precision with bf16 inputs: as in kernels.gdn.triton; gates, decays and their sums are fp32, decayed keys and queries
+are rounded to bf16 for the dots, and those of A keep 16 bits.
+
+Bytes a token and value head, R value heads a q/k head, C = 64, bf16, q and k read once a group thanks to the cache:
+prepare 4K/R + 8K + 384; scan 4K + 2V + KV/32; output 4K + 4V + 384 + KV/32; value_gradients 2K + 8V + 512 + KV/32;
+reverse_scan 6K + 6V + KV/32; input_gradients 8K/R + 4K + 6V + 128 + KV/16. With `prepare` twice 16K/R + 36K + 26V +
+1792 + 3KV/16: for K = 32, V = 64, R = 1 5.5 KB, for K = V = 128 14.6 KB. Reading and writing every tensor of forward
+and backward once takes 12K/R + 6K + 8V bytes and 6V more.
+
+Shapes: B batch, T time, H q/k heads, R value heads per q/k head, HV = H R, K key dim, V value dim, N chunks, C chunk.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from hybrid_jax.kernels import RESIDUAL
+from hybrid_jax.kernels.delta import plan as planning
+from hybrid_jax.kernels.delta.plan import Plan
+from hybrid_jax.kernels.delta.scans import reverse_scan, scan
+from hybrid_jax.kernels.kda.chunks import input_gradients, output, prepare, value_gradients
+
+
+class _Options(NamedTuple):
+    """What is compiled in: packed rows, the scale of q, the form of the gate ("log", "softplus" or "bounded") and its
+    lower bound."""
+
+    packed: bool
+    scale: float
+    form: str
+    bound: float
+
+
+def shape_class(K: int, dtype) -> str:
+    """The row of the tile tables for key dim K and the type of q, k and v."""
+    return planning.shape_class(K, dtype, least=32)
+
+
+def _plan(q, v, packed: bool) -> Plan:
+    name, kernels = shape_class(q.shape[-1], q.dtype), (output, value_gradients, input_gradients)
+    return planning.make_plan("kda", name, kernels, q, v, packed)
+
+
+def _of_gates(plan: Plan, options: _Options):
+    return {"SCALE": options.scale, "FORM": options.form, "BOUND": options.bound, "PACKED": options.packed} | {
+        "PARTS": plan.parts
+    }
+
+
+def _prepare(plan: Plan, options: _Options, inputs):
+    """(inverse, readers, queries, writers, attention, carries) of `prepare`."""
+    programs = plan.B * plan.chunks * plan.HV
+    carries = plan.shape(plan.B, plan.HV, plan.chunks, plan.K, dtype=jnp.float32)
+    outputs = (plan.inverse, plan.per_key, plan.per_key, plan.per_key, plan.pairs, carries)
+    return plan.launch(prepare, inputs, outputs, programs, _of_gates(plan, options))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kda(options, q, k, v, gates, A_log, dt_bias, beta, initial_state, documents):
+    return _forward(options, q, k, v, gates, A_log, dt_bias, beta, initial_state, documents)[0]
+
+
+def _forward(options, q, k, v, gates, A_log, dt_bias, beta, initial_state, documents):
+    plan = _plan(q, v, options.packed)
+    inputs = (q, k, gates, A_log, dt_bias, beta, documents)
+    inverse, readers, queries, writers, attention, carries = _prepare(plan, options, inputs)
+    states, final = _scan(plan, scan, (readers, v, writers, carries, carries), initial_state)
+    programs = plan.B * plan.chunks * plan.HV * plan.blocks(output)
+    constants = {"V": plan.V, "PARTS": plan.parts}
+    inputs = (readers, queries, v, inverse, attention, states)
+    (o,) = plan.launch(output, inputs, [plan.per_value], programs, constants)
+    o, states = checkpoint_name(o, RESIDUAL), checkpoint_name(states, RESIDUAL)
+    return (o, final), (q, k, v, gates, A_log, dt_bias, beta, documents, states)
+
+
+def _backward(options, saved, cotangents):
+    q, k, v, gates, A_log, dt_bias, beta, documents, states = saved
+    do, dfinal = cotangents
+    plan = _plan(q, v, options.packed)
+    raw = (q, k, gates, A_log, dt_bias, beta, documents)
+    inverse, readers, queries, writers, attention, carries = _prepare(plan, options, raw)
+    programs = plan.B * plan.chunks * plan.HV
+    inputs = (readers, v, do, inverse, attention, states)
+    constants = {"V": plan.V, "PARTS": plan.parts}
+    outputs = (plan.per_value, plan.per_value, plan.pairs)
+    values, dv_local, dattention = plan.launch(value_gradients, inputs, outputs, programs, constants)
+    scanned = (queries, readers, do, dv_local, carries, writers, carries, carries)
+    dv, dstates, dinitial = _scan(plan, reverse_scan, scanned, dfinal, [plan.per_value])
+    programs = plan.B * plan.chunks * plan.H
+    inputs = (*raw, do, values, dv, dattention, states, dstates)
+    sums = plan.shape(plan.B, plan.chunks, plan.HV, 2, plan.K, dtype=jnp.float32)
+    constants = _of_gates(plan, options) | {"V": plan.V}
+    dq, dk, dgates, dbeta, sums = plan.launch(
+        input_gradients, inputs, (q, k, gates, beta, sums), programs, constants
+    )
+    if options.form == "log":
+        dA_log, ddt_bias = jnp.zeros_like(A_log), jnp.zeros_like(dt_bias)
+    else:
+        dA_log, ddt_bias = jnp.sum(sums[:, :, :, 0], axis=(0, 1, 3)), jnp.sum(sums[:, :, :, 1], axis=(0, 1))
+    return dq, dk, dv, dgates, dA_log, ddt_bias, dbeta, dinitial, None
+
+
+_kda.defvjp(_forward, _backward)
+
+
+def _scan(plan: Plan, kernel, inputs, state, per_token=()):
+    # A row for each value head, and decays by channel; see kernels.delta.scans.
+    return plan._replace(H=plan.HV).scan(kernel, inputs, state, per_token, PER_CHANNEL=True)
+
+
+def kda_triton(q, k, v, g, beta, scale: float, initial_state, documents, form: str, bound: float, A_log, dt_bias):
+    """The operation of kernels.kda.kda, which documents the arguments; documents [B, T] i32 number each row's
+    documents from 0, None when there is one.
+
+    form: "log" for log decays g, when A_log [HV] and dt_bias [HV, K] are not read.
+    """
+    dtype = jnp.result_type(q, k, v)
+    q, k = q.astype(dtype), k.astype(dtype)
+    beta, initial_state, A_log, dt_bias = (x.astype(jnp.float32) for x in (beta, initial_state, A_log, dt_bias))
+    g = g.astype(jnp.float32) if form == "log" else g
+    options = _Options(documents is not None, scale, form, bound)
+    documents = beta if documents is None else documents
+    o, final = _kda(options, q, k, v.astype(dtype), g, A_log, dt_bias, beta, initial_state, documents)
+    return o.astype(v.dtype), final

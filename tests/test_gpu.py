@@ -5,6 +5,7 @@ rounded to TF32 there, and bf16 ones are summed by other hardware.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 from hybrid_jax.kernels import selftest, shapes
 from hybrid_jax.kernels.gdn import gdn
 from hybrid_jax.kernels.kda import kda
+from hybrid_jax.kernels.kda.gates import Gate
 from hybrid_jax.loss import linear_cross_entropy
 from tests.kernels import cases, test_attention, test_ssd
 
@@ -80,27 +82,35 @@ def run_kernels(op, inputs, cotangents, ids=None):
     return got, cases.float64_reference(op, exact, cotangents, ids)
 
 
+OPS = {"gdn": gdn, "kda": kda}
+DELTA = [name for name, shape in shapes.SHAPES.items() if shape.op in OPS]
+MANY = ["gdn_300m", "gdn_300m_packed", "qwen3_next", "gdn_k128_v256", "gdn_k256", "gdn_fp32_wide"]
+MANY += ["kda_300m", "kda_300m_packed", "kda_k64", "kimi_linear", "kda_k256", "kda_fp32_wide"]
+
+
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("K, V", [(64, 64), (128, 128), (256, 96)])
+@pytest.mark.parametrize(
+    "op, K, V", [*((op, K, V) for op in OPS for K, V in ((64, 64), (128, 128), (256, 96))), ("kda", 32, 64)]
+)
 @pytest.mark.parametrize("name", cases.HARD)
-def test_gdn_kernels(name, K, V, dtype, judge):
-    inputs, cotangents = cases.draw(per_channel=False, K=K, V=V)
+def test_delta_kernels(name, op, K, V, dtype, judge):
+    inputs, cotangents = cases.draw(per_channel=op == "kda", K=K, V=V)
     inputs = cases.HARD[name](inputs, np.random.default_rng(1))
     inputs |= {x: jnp.asarray(inputs[x], dtype) for x in "qkv"}
-    got, want = run_kernels(gdn, inputs, cotangents, cases.segment_ids())
+    got, want = run_kernels(OPS[op], inputs, cotangents, cases.segment_ids())
     limits = KERNEL_LIMITS if name == "random" else dict.fromkeys(want, HARD_LIMIT)
-    judge(f"gdn kernels K{K} V{V} {name}", dtype, got, want, limits if dtype == "bfloat16" else ())
+    judge(f"{op} kernels K{K} V{V} {name}", dtype, got, want, limits if dtype == "bfloat16" else ())
 
 
-@pytest.mark.parametrize("name", [name for name, shape in shapes.SHAPES.items() if shape.op == "gdn"])
-def test_gdn_kernels_at_named_shapes(name, judge):
-    """Head dims, heads a group, documents and state of each shape of the table; two rows, and no longer than 3,109
-    tokens, which are three segments."""
+@pytest.mark.parametrize("name", DELTA)
+def test_delta_kernels_at_named_shapes(name, judge):
+    """Head dims, heads a group, documents, gate and state of each shape of the table; two rows, and no longer than
+    3,109 tokens, which are three segments."""
     agrees_at_named_shape(name, judge, 2, 3109)
 
 
-@pytest.mark.parametrize("name", ["gdn_300m", "gdn_300m_packed", "qwen3_next", "gdn_k128_v256", "gdn_k256"])
-def test_gdn_kernels_with_many_heads(name, judge):
+@pytest.mark.parametrize("name", MANY)
+def test_delta_kernels_with_many_heads(name, judge):
     """Enough rows for the tiles of a full device."""
     agrees_at_named_shape(name, judge, 256, 133)
 
@@ -112,48 +122,65 @@ def agrees_at_named_shape(name, judge, B, T):
     ids = inputs.pop("segment_ids", None)
     _, cotangents = cases.draw(False, B=B, T=shape.T, H=1, HV=shape.HV, K=shape.K, V=shape.V)
     inputs.setdefault("initial_state", jnp.zeros((B, shape.HV, shape.K, shape.V), jnp.float32))
-    got, want = run_kernels(gdn, inputs, cotangents, ids)
-    judge(
-        f"gdn kernels {name}, B{B} T{shape.T}",
-        shape.dtype,
-        got,
-        want,
-        () if shape.dtype == "float32" else KERNEL_LIMITS,
-    )
+    got, want = run_kernels(_operation(shape.op, shape.gate), inputs, cotangents, ids)
+    limits = () if shape.dtype == "float32" else KERNEL_LIMITS
+    judge(f"{shape.op} kernels {name}, B{B} T{shape.T}", shape.dtype, got, want, limits)
 
 
-def test_self_test_passes(monkeypatch, tmp_path, caplog):
+@functools.cache
+def _operation(op, gate):
+    """The operation, taking a gate's parameters as arguments of their own."""
+    if not gate:
+        return OPS[op]
+
+    def gated(q, k, v, g, beta, A_log, dt_bias, **options):
+        bound = shapes.BOUND if gate == "bounded" else None
+        return kda(q, k, v, g, beta, gate=Gate(A_log, dt_bias, bound), **options)
+
+    return gated
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_self_test_passes(op, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(selftest, "EXECUTORS", ("gpu",))
     monkeypatch.setattr(selftest, "_passed", set())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     caplog.set_level("INFO")
-    inputs, _ = cases.draw(per_channel=False, K=64, V=64)
+    inputs, _ = cases.draw(per_channel=op == "kda", K=32, V=64)
     inputs |= {name: jnp.asarray(inputs[name], jnp.bfloat16) for name in "qkv"}
-    jax.jit(lambda x: gdn(**x, backend="triton"))(inputs)
+    jax.jit(lambda x: OPS[op](**x, backend="triton"))(inputs)
     (line,) = [r.getMessage() for r in caplog.records if "self-test" in r.getMessage()]
     print(line)
     assert list(tmp_path.glob("hybrid_jax/selftest/*.json"))
 
 
-def test_gdn_kernels_beyond_32_bit_offsets():
+@pytest.mark.parametrize("op", OPS)
+def test_delta_kernels_beyond_32_bit_offsets(op):
     """v and its like have more than 2^31 elements and 4 GiB; the last document equals itself alone."""
     T, HV, K, V, last = 2**20 + 192, 16, 32, 128, 4096
     key = jax.random.split(jax.random.key(0), 7)
-    draw = {"q": (4, K), "k": (4, K), "v": (HV, V), "g": (HV,), "beta": (HV,), "do": (HV, V)}
+    gate = (HV, K) if op == "kda" else (HV,)
+    draw = {"q": (4, K), "k": (4, K), "v": (HV, V), "g": gate, "beta": (HV,), "do": (HV, V)}
     x = {name: jax.random.normal(key[i], (1, T, *sizes), jnp.bfloat16) for i, (name, sizes) in enumerate(draw.items())}
-    x["g"], x["beta"] = -jnp.exp(x["g"].astype(jnp.float32) - 1), jax.nn.sigmoid(x["beta"].astype(jnp.float32))
+    x["beta"] = jax.nn.sigmoid(x["beta"].astype(jnp.float32))
+    names = ["q", "k", "v", "g", "beta"]
+    if op == "kda":
+        parameters = Gate(jnp.linspace(-1, 1, HV), jnp.zeros((HV, K)))  # raw gates: half the memory
+    else:
+        x["g"] = -jnp.exp(x["g"].astype(jnp.float32) - 1)
     assert x["v"].size > 2**31
     ids = (jnp.arange(T) >= T - last).astype(jnp.int32)[None]
 
     @jax.jit
     def both(x, ids):
-        inputs = [x[name] for name in ("q", "k", "v", "g", "beta")]
-        o, pull = jax.vjp(lambda *y: gdn(*y, segment_ids=ids, backend="triton")[0], *inputs)
+        more = {"gate": parameters} if op == "kda" else {}
+        run = functools.partial(OPS[op], segment_ids=ids, backend="triton", **more)
+        o, pull = jax.vjp(lambda *y: run(*y)[0], *(x[name] for name in names))
         return [y[:, -last:] for y in (o, *pull(x["do"]))]
 
     packed = jax.device_get(both(x, ids))
     alone = jax.device_get(both({name: y[:, -last:] for name, y in x.items()}, ids[:, -last:]))
-    for name, a, b in zip(("o", "dq", "dk", "dv", "dg", "dbeta"), packed, alone, strict=True):
+    for name, a, b in zip(("o", *(f"d{name}" for name in names)), packed, alone, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         error = np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2))
         assert np.any(b) and error < 5e-3, f"{name}: {error:.1e}"  # segments are cut elsewhere

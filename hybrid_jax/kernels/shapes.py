@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hybrid_jax.kernels.kda.gates import Gate
+
 OPS = {
     "gdn": "hybrid_jax.kernels.gdn",
     "kda": "hybrid_jax.kernels.kda",
@@ -37,6 +39,7 @@ class Shape:
     dtype: str = "bfloat16"  # of the matmul inputs; gates, beta and states are float32
     packed: bool = False  # several documents a row
     initial_state: bool = False  # a state goes in and the final state comes out; a training step has neither
+    gate: str = ""  # of kda: "softplus" or "bounded" (below by BOUND), raw gates of `dtype`; "" log decays, float32
 
     def small(self) -> "Shape":
         """NAME_small: the same in float32 at a size that a kernel interpreter manages, with B <= 2, T <= 150 and
@@ -50,11 +53,19 @@ class Shape:
         sizes = f"B{self.B} T{self.T} H{self.H}"
         sizes += f"/{self.HV}" if self.HV != self.H else ""
         sizes += f" K{self.K} V{self.V}"
+        sizes += f" {self.gate}" if self.gate else ""
         return sizes + (" packed" if self.packed else "") + (" state" if self.initial_state else "")
+
+
+BOUND = -5.0  # of a bounded gate
 
 
 def _gdn(name: str, B: int, T: int, H: int, HV: int, K: int, V: int, **options) -> Shape:
     return Shape(name, "gdn", B, T, H, HV, K, V, **options)
+
+
+def _kda(name: str, B: int, T: int, H: int, HV: int, K: int, V: int, **options) -> Shape:
+    return Shape(name, "kda", B, T, H, HV, K, V, **options)
 
 
 _TABLE = (
@@ -91,9 +102,36 @@ _TABLE = (
     _gdn("gdn_fp32_wide", 64, 256, 4, 4, 64, 64, dtype="float32"),
     _gdn("gdn_fp32_k128_wide", 32, 256, 4, 4, 128, 128, dtype="float32"),
     _gdn("gdn_fp32_k256_wide", 16, 256, 4, 4, 256, 256, dtype="float32"),
+    # Kimi Delta Attention: what the published models run, raw gates in; with log decays in; other gates and states.
+    _kda("kda_300m", 32, 2048, 8, 8, 32, 64, gate="softplus"),
+    _kda("kda_300m_decays", 32, 2048, 8, 8, 32, 64),
+    _kda("kda_1b", 8, 2048, 16, 16, 32, 64, gate="softplus"),
+    _kda("kimi_linear", 4, 4096, 32, 32, 128, 128, gate="softplus"),
+    _kda("kda_long", 1, 65536, 32, 32, 128, 128, gate="softplus"),
+    _kda("kda_300m_packed", 32, 2048, 8, 8, 32, 64, gate="softplus", packed=True),
+    _kda("kda_bounded", 4, 2048, 8, 8, 32, 64, gate="bounded", packed=True, initial_state=True),
+    _kda("kda_t1", 2, 1, 2, 4, 32, 64, initial_state=True),
+    _kda("kda_t65", 2, 65, 2, 4, 64, 64, gate="softplus", initial_state=True),
+    _kda("kda_k16", 4, 2048, 4, 4, 16, 16),
+    _kda("kda_k32_long", 1, 65536, 8, 8, 32, 64, gate="softplus"),
+    _kda("kda_k60", 4, 2048, 4, 8, 60, 60, gate="softplus", initial_state=True),
+    _kda("kda_k64", 32, 2048, 4, 8, 64, 64, gate="softplus", packed=True),
+    _kda("kda_k64_v128", 4, 2048, 4, 4, 64, 128, packed=True, initial_state=True),
+    _kda("kda_k96", 4, 2048, 4, 8, 96, 96, packed=True),
+    _kda("kda_k100_v60", 4, 2048, 4, 4, 100, 60, gate="bounded"),
+    _kda("kda_k128", 4, 2048, 4, 16, 128, 128, packed=True, initial_state=True),
+    _kda("kda_k256", 4, 2048, 2, 4, 256, 256, gate="softplus"),
+    _kda("kda_k256_v512", 4, 2048, 4, 4, 256, 512, initial_state=True),
+    _kda("kda_k256_wide", 64, 512, 4, 4, 256, 256),
+    _kda("kda_fp32", 2, 2048, 4, 4, 32, 64, dtype="float32", gate="softplus", initial_state=True),
+    _kda("kda_fp32_k64", 2, 2048, 4, 8, 64, 64, dtype="float32", packed=True),
+    _kda("kda_fp32_k128", 2, 2048, 4, 4, 128, 128, dtype="float32"),
+    _kda("kda_fp32_k256", 2, 2048, 2, 2, 256, 256, dtype="float32"),
+    _kda("kda_fp32_wide", 64, 256, 4, 4, 32, 64, dtype="float32"),
+    _kda("kda_fp32_k64_wide", 64, 256, 4, 4, 64, 64, dtype="float32"),
+    _kda("kda_fp32_k128_wide", 32, 256, 4, 4, 128, 128, dtype="float32"),
+    _kda("kda_fp32_k256_wide", 16, 256, 4, 4, 256, 256, dtype="float32"),
     # The other operations.
-    Shape("kda_300m", "kda", 32, 2048, 8, 8, 32, 64),
-    Shape("kda_packed", "kda", 4, 2048, 4, 8, 64, 64, packed=True, initial_state=True),
     Shape("mamba2_300m", "ssd", 32, 2048, 8, 32, 64, 64),
     Shape("mamba2_packed", "ssd", 4, 2048, 8, 32, 64, 64, packed=True, initial_state=True),
     Shape("mla_300m", "attention", 32, 2048, 16, 16, 64, 64),
@@ -119,7 +157,9 @@ def arguments(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     else:
         gate = (B, T, HV, K) if shape.op == "kda" else (B, T, HV)
         kinds = {"q": ((B, T, H, K), narrow), "k": ((B, T, H, K), narrow), "v": ((B, T, HV, V), narrow)}
-        kinds |= {"g": (gate, wide), "beta": ((B, T, HV), wide)}
+        kinds |= {"g": (gate, narrow if shape.gate else wide), "beta": ((B, T, HV), wide)}
+        if shape.gate:
+            kinds |= {"A_log": ((HV,), wide), "dt_bias": ((HV, K), wide)}
         state = (B, HV, K, V)
     if shape.initial_state:
         if state is None:
@@ -151,6 +191,10 @@ def program(shape: Shape, backend: str, backward: bool = True) -> tuple[Callable
     op = getattr(importlib.import_module(OPS[shape.op]), shape.op)
 
     def forward(inputs):
+        if shape.gate:
+            names = ("A_log", "dt_bias")
+            gate = Gate(*(inputs[name] for name in names), BOUND if shape.gate == "bounded" else None)
+            inputs = {name: x for name, x in inputs.items() if name not in names} | {"gate": gate}
         out = op(**inputs, backend=backend)
         if shape.op == "attention":
             return {"o": out}
@@ -168,11 +212,14 @@ def program(shape: Shape, backend: str, backward: bool = True) -> tuple[Callable
 def inputs(shape: Shape, seed: int = 0) -> dict[str, jax.Array]:
     """Random arrays for `arguments(shape)`, the same on every machine: normal, but for
 
-    g = -exp(normal - 1), beta = sigmoid(normal), dt = softplus(normal - 1), A = -exp(normal / 2), and documents
+    g = -exp(normal - 1) where they are log decays, beta = sigmoid(normal), dt = softplus(normal - 1), A = -exp(normal / 2), and documents
     that end anywhere, at least one border a packed row of two tokens or more.
     """
     rng = np.random.default_rng([seed, 0])
-    return {name: jnp.asarray(_draw(name, kind, rng), kind.dtype) for name, kind in arguments(shape).items()}
+    drawn = {name: _draw(name, kind, rng) for name, kind in arguments(shape).items()}
+    if shape.gate:
+        drawn["g"] = rng.standard_normal(drawn["g"].shape, np.float32)
+    return {name: jnp.asarray(drawn[name], kind.dtype) for name, kind in arguments(shape).items()}
 
 
 def cotangents(shape: Shape, seed: int = 0) -> dict[str, jax.Array]:

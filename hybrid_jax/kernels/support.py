@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-TRITON = ("gdn",)  # operations that have Triton kernels
+TRITON = ("gdn", "kda")  # operations that have Triton kernels
 
 _KEY_DIMS, _VALUE_DIMS = (16, 256), (4, 512)
 _DTYPES = ("bfloat16", "float32")

@@ -19,9 +19,11 @@ import triton
 from hybrid_jax.kernels import launch
 from hybrid_jax.kernels.delta.scans import scan
 
-_CHUNKS: dict[str, tuple[int, ...]] = {"C": (16, 32, 64)}
-_WIDTHS: dict[str, tuple[int, ...]] = {"BV": (16, 32, 64, 128, 256, 512)}  # at most V's power of two is used
-_SCANS = ("scan", "scan_narrow", "reverse_scan", "reverse_scan_narrow")  # narrow: the tiles of a scan over few heads
+# What the constants of a row of the tile tables may be: chunk length, widths of blocks of values and of channels.
+CHUNKS = {"C": (16, 32, 64)}
+VALUES = {"BV": (16, 32, 64, 128, 256, 512)}  # at most V's power of two is used
+CHANNELS = {"BC": (16, 32, 64, 128, 256)}  # at most K's power of two is used
+_SCANS = dict.fromkeys(("scan", "scan_narrow", "reverse_scan", "reverse_scan_narrow"), VALUES)  # narrow: few heads
 
 # Programs that keep a device's multiprocessors busy in the scans (an H200 has 132, an MI355X 256, an MI300X 304).
 _FILL = {"gfx942": 256, "gfx950": 256}
@@ -66,6 +68,10 @@ class Plan(NamedTuple):
     def blocks(self, kernel, size=None):
         """Blocks of BV columns in `size` (V when None)."""
         return -(-(size or self.V) // dict(self.tiles[kernel.__name__].constants)["BV"])
+
+    def channel_blocks(self, kernel):
+        """Blocks of BC channels in a tile's width."""
+        return self.constants["BK"] // dict(self.tiles[kernel.__name__].constants)["BC"]
 
     @property
     def per_value(self):
@@ -135,23 +141,23 @@ def shape_class(K: int, dtype, least: int) -> str:
     return f"k{max(least, triton.next_power_of_2(K))}" + ("_fp32" if dtype == jnp.float32 else "")
 
 
-def make_plan(op: str, name: str, kernels: Sequence[Any], q, v, packed: bool) -> Plan:
+def make_plan(op: str, name: str, kernels: Mapping[str, Mapping[str, Sequence[int]]], q, v, packed: bool) -> Plan:
     """The plan for q [B,T,H,K] and v [B,T,HV,V] of one type, from shape class `name` of the tile tables of `op`.
 
-    The rows of a shape class: `prepare`, the scans, and `kernels`, those that see one chunk and blocks of its values.
-    The table's chunk length C stands with `prepare`; a row of tokens shorter than that is one chunk.
+    kernels: the rows of a shape class beside those of the scans, each with its constants and their values. The table's
+    chunk length C stands with `prepare`; a row of tokens shorter than that is one chunk.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     arch = launch.architecture()
-    rows = {"prepare": _CHUNKS} | dict.fromkeys((*_SCANS, *(kernel.__name__ for kernel in kernels)), _WIDTHS)
     tiles = {}
-    for row, tile in launch.tiles(op, name, arch, rows).items():
+    for row, tile in launch.tiles(op, name, arch, _SCANS | kernels).items():
         constants = dict(tile.constants)
         if row == "prepare":
             largest = constants.pop("C")
-        else:
-            constants["BV"] = min(constants["BV"], max(16, triton.next_power_of_2(V)))
+        for constant, size in (("BV", V), ("BC", K)):
+            if constant in constants:
+                constants[constant] = min(constants[constant], max(16, triton.next_power_of_2(size)))
         tiles[row] = dataclasses.replace(tile, constants=tuple(constants.items()))
     chunk = next(size for size in (16, 32, 64) if size >= min(T, largest))
     chunks = -(-T // chunk)

@@ -49,14 +49,16 @@ from hybrid_jax.kernels.delta.scans import reverse_scan, scan
 from hybrid_jax.kernels.gdn.chunks import key_gradients, output, prepare, query_gradients
 
 
+_ROWS = {"prepare": planning.CHUNKS} | dict.fromkeys(("output", "query_gradients", "key_gradients"), planning.VALUES)
+
+
 def shape_class(K: int, dtype) -> str:
     """The row of the tile tables for key dim K and the type of q, k and v."""
     return planning.shape_class(K, dtype, least=64)
 
 
 def _plan(q, v, packed: bool) -> Plan:
-    name, kernels = shape_class(q.shape[-1], q.dtype), (output, query_gradients, key_gradients)
-    return planning.make_plan("gdn", name, kernels, q, v, packed)
+    return planning.make_plan("gdn", shape_class(q.shape[-1], q.dtype), _ROWS, q, v, packed)
 
 
 def _prepare(plan: Plan, k, g, beta, documents):

@@ -1,7 +1,8 @@
 """Kimi Delta Attention's kernels that see one chunk of a row at a time; kernels.kda.triton says how they fit together.
 
 Symbols as there. Shapes: B batch, T time, H q/k heads, R value heads per q/k head, HV = H R, K key dim, V value dim,
-N chunks, C chunk, M = C / S blocks of S = 16 tokens, BK >= K and BV widths of tiles.
+N chunks, C chunk, M = C / S blocks of S = 16 tokens; BK >= K, BC and BV widths of tiles: all channels, a block of
+channels, a block of values.
 """
 
 import triton
@@ -14,11 +15,12 @@ from hybrid_jax.kernels.delta.chunks import (
     load_strength,
     local_gradient,
     store_inverse,
-    store_unnormalised,
 )
 from hybrid_jax.kernels.device import BLOCK, diagonal, dot, load_rows, split, store_rows
 from hybrid_jax.kernels.kda.decays import (
+    STEEPEST,
     block_dot,
+    column_decay,
     entering_decay,
     gate_blocks,
     in_square,
@@ -28,8 +30,11 @@ from hybrid_jax.kernels.kda.decays import (
     log_decays,
     on_diagonal,
     outer_decay,
+    outer_levels,
     prefix,
+    row_decay,
     suffix,
+    uncentred,
 )
 
 
@@ -41,6 +46,28 @@ def _documents(documents, b, n, T: tl.constexpr, C: tl.constexpr):
     before = tl.load(ids + tl.maximum(n * C - 1, 0))
     last = tl.load(ids + tl.minimum(n * C + C - 1, T - 1))
     return document, before, last
+
+
+@triton.jit
+def _exact_pairs(q_blocks, k_blocks, g_high, g_low, PARTS: tl.constexpr):
+    """Decayed products of all pairs j < i within blocks of tokens, and of q_i with k_i, whatever the gates:
+    (k_i . k_j, q_i . k_j), each [M,S,S]."""
+    dtype: tl.constexpr = g_high.dtype
+    within = tl.arange(0, BLOCK)
+    own = tl.sum(q_blocks * k_blocks, axis=2)
+    qk = tl.where((within[:, None] == within[None, :])[None, :, :], own[:, :, None], 0.0)
+    kk = tl.zeros(qk.shape, tl.float32)
+    for level in tl.range(0, 4, disable_licm=True):
+        decay = inner_decay(g_high, g_low, level, PARTS)
+        high, low = split(k_blocks * decay, dtype)
+        column = tl.trans(high, 0, 2, 1)
+        part = block_dot(high, column)
+        if PARTS == 2:
+            part += block_dot(high, tl.trans(low, 0, 2, 1)) + block_dot(low, column)
+        keep = in_square(within, level)[None, :, :]
+        kk += tl.where(keep, part, 0.0)
+        qk += tl.where(keep, block_dot((q_blocks * decay).to(dtype), column), 0.0)
+    return kk, qk
 
 
 @triton.jit
@@ -58,6 +85,8 @@ def prepare(
     writers,
     attention,
     carries,
+    q_norms,
+    k_norms,
     T: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -65,6 +94,7 @@ def prepare(
     N: tl.constexpr,
     C: tl.constexpr,
     BK: tl.constexpr,
+    BC: tl.constexpr,
     SCALE: tl.constexpr,
     FORM: tl.constexpr,
     BOUND: tl.constexpr,
@@ -74,74 +104,92 @@ def prepare(
     """All that follows from q, k, gates and beta: one program a chunk and value head.
 
     inverse [B,N,HV,PARTS,C,C]: T' as high and low part. readers [B,T,HV,K]: gamma K. queries: scale gamma Q.
-    writers: X. attention [B,N,HV,C,C]: P. carries [B,HV,N,K]: the chunk's decay.
+    writers: X. attention [B,N,HV,C,C]: P. carries [B,HV,N,K]: the chunk's decay. q_norms, k_norms [B,HV,N C]: scale /
+    |q| and 1 / |k|.
     """
     program = tl.program_id(0)
     head = program % HV
     n = (program // HV) % N
     b = (program // HV // N).to(tl.int64)
+    M: tl.constexpr = C // BLOCK
     dtype: tl.constexpr = k.dtype.element_ty
-    key, at = tl.arange(0, BK), tl.arange(0, C)
+    at, within = tl.arange(0, C), tl.arange(0, BLOCK)
     start = (b * T * H + head // (HV // H)) * K
     v_start = (b * T * HV + head) * K
     chunk = (b * N + n) * HV + head
-    k_unit = load_rows(k + start, n * C, H * K, key, C, T, K)
-    k_unit = k_unit * inverse_norm(k_unit)[:, None]
-    q_unit = load_rows(q + start, n * C, H * K, key, C, T, K)
-    q_unit = q_unit * (SCALE * inverse_norm(q_unit))[:, None]
-    _, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
-    g_high, g_low, totals = gate_blocks(g, C, dtype)
-
-    # Pairs within blocks of 16 tokens.
-    k_blocks, q_blocks = tl.reshape(k_unit, [C // BLOCK, BLOCK, BK]), tl.reshape(q_unit, [C // BLOCK, BLOCK, BK])
-    within = tl.arange(0, BLOCK)
-    own = tl.sum(q_blocks * k_blocks, axis=2)  # P_ii has no decay
-    P = tl.where((within[:, None] == within[None, :])[None, :, :], own[:, :, None], 0.0)
-    A = tl.zeros([C // BLOCK, BLOCK, BLOCK], tl.float32)
-    for level in tl.static_range(4):
-        decay = inner_decay(g_high, g_low, level, PARTS)
-        high, low = split(k_blocks * decay, dtype)
-        kk = block_dot(high, tl.trans(high, 0, 2, 1))
-        if PARTS == 2:  # similar keys amplify the rounding of A
-            kk += block_dot(high, tl.trans(low, 0, 2, 1))
-            kk += block_dot(low, tl.trans(high, 0, 2, 1))
-        keep = in_square(within, level)[None, :, :]
-        A += tl.where(keep, kk, 0.0)
-        P += tl.where(keep, block_dot((q_blocks * decay).to(dtype), tl.trans(high, 0, 2, 1)), 0.0)
-    A, P = on_diagonal(A, C), on_diagonal(P, C)
-
-    # Pairs of different blocks.
-    before, after = prefix(g_high, g_low, PARTS), suffix(g_high, g_low, PARTS)
-    for level in tl.static_range(2):
-        if C >= 32 << level:
-            decay = outer_decay(before, after, totals, level, C)
-            high, low = split(k_unit * decay, dtype)
-            kk = dot(high, tl.trans(high))
-            if PARTS == 2:
-                kk += dot(high, tl.trans(low))
-                kk += dot(low, tl.trans(high))
-            keep = in_square(at, level + 4)
-            A += tl.where(keep, kk, 0.0)
-            P += tl.where(keep, dot((q_unit * decay).to(dtype), tl.trans(high)), 0.0)
-
-    entering, leaving = entering_decay(before, totals, C), leaving_decay(after, totals, C)
-    carry = tl.exp(tl.sum(totals, axis=0))
+    all_keys = tl.arange(0, BK)
+    k_norm = inverse_norm(load_rows(k + start, n * C, H * K, all_keys, C, T, K))
+    q_norm = SCALE * inverse_norm(load_rows(q + start, n * C, H * K, all_keys, C, T, K))
+    row = (b * HV + head) * (N * C) + n * C + at
+    tl.store(q_norms + row, q_norm)
+    tl.store(k_norms + row, k_norm)
     if PACKED:
         document, previous, last = _documents(documents, b, n, T, C)
+
+    A_blocks, P_blocks = tl.zeros([M, BLOCK, BLOCK], tl.float32), tl.zeros([M, BLOCK, BLOCK], tl.float32)
+    A, P = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    kept = tl.zeros([C, BK // BC, BC], dtype)  # Lambda K
+    for channels in tl.range(0, BK // BC, disable_licm=True):
+        key = channels * BC + tl.arange(0, BC)
+        k_unit = load_rows(k + start, n * C, H * K, key, C, T, K) * k_norm[:, None]
+        q_unit = load_rows(q + start, n * C, H * K, key, C, T, K) * q_norm[:, None]
+        _, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
+        g_high, g_low, totals = gate_blocks(g, C, dtype)
+        k_blocks, q_blocks = tl.reshape(k_unit, [M, BLOCK, BC]), tl.reshape(q_unit, [M, BLOCK, BC])
+        # Pairs within blocks of 16 tokens.
+        sums = prefix(g_high, g_low, PARTS)
+        rows = row_decay(sums)
+        high, low = split(k_blocks * rows, dtype)
+        column, column_low = split(k_blocks * column_decay(sums), dtype)
+        column = tl.trans(column, 0, 2, 1)
+        kk = block_dot(high, column)
+        if PARTS == 2:  # similar keys amplify the rounding of A
+            kk += block_dot(high, tl.trans(column_low, 0, 2, 1)) + block_dot(low, column)
+        qk = block_dot((q_blocks * rows).to(dtype), column)
+        if FORM != "bounded" or BOUND * BLOCK < STEEPEST:
+            lowest = tl.min(sums, axis=2)
+            if tl.min(lowest) < STEEPEST:
+                exact_kk, exact_qk = _exact_pairs(q_blocks, k_blocks, g_high, g_low, PARTS)
+                steep = (lowest < STEEPEST)[:, :, None]
+                kk, qk = tl.where(steep, exact_kk, kk), tl.where(steep, exact_qk, qk)
+        A_blocks += kk
+        P_blocks += qk
+        # Pairs of different blocks.
+        before, after = uncentred(rows), tl.exp(suffix(g_high, g_low, PARTS))
+        for level in tl.range(0, outer_levels(C), disable_licm=True):
+            decay = outer_decay(before, after, totals, level, C)
+            both, both_low = split(k_unit * decay, dtype)
+            outer_kk = dot(both, tl.trans(both))
+            if PARTS == 2:
+                outer_kk += dot(both, tl.trans(both_low))
+                outer_kk += dot(both_low, tl.trans(both))
+            keep = in_square(at, level + 4)
+            A += tl.where(keep, outer_kk, 0.0)
+            P += tl.where(keep, dot((q_unit * decay).to(dtype), tl.trans(both)), 0.0)
+        entering, leaving = entering_decay(before, totals, C), leaving_decay(after, totals, C)
+        carry = tl.exp(tl.sum(totals, axis=0))
+        if PACKED:
+            entering = tl.where((document == previous)[:, None], entering, 0.0)
+            leaving = tl.where((document == last)[:, None], leaving, 0.0)
+            carry = tl.where(previous == last, carry, 0.0)
+        tl.store(carries + ((b * HV + head) * N + n) * K + key, carry, mask=key < K)
+        store_rows(readers + v_start, k_unit * entering, n * C, HV * K, key, C, T, K)
+        store_rows(queries + v_start, q_unit * entering, n * C, HV * K, key, C, T, K)
+        here = (tl.arange(0, BK // BC) == channels)[None, :, None]
+        kept = tl.where(here, tl.expand_dims((k_unit * leaving).to(dtype), 1), kept)
+    A_blocks = tl.where((within[:, None] > within[None, :])[None, :, :], A_blocks, 0.0)
+    P_blocks = tl.where((within[:, None] >= within[None, :])[None, :, :], P_blocks, 0.0)
+    A, P = A + on_diagonal(A_blocks, C), P + on_diagonal(P_blocks, C)
+    if PACKED:
         same = document[:, None] == document[None, :]
         A, P = tl.where(same, A, 0.0), tl.where(same, P, 0.0)
-        entering = tl.where((document == previous)[:, None], entering, 0.0)
-        leaving = tl.where((document == last)[:, None], leaving, 0.0)
-        carry = tl.where(previous == last, carry, 0.0)
-    tl.store(carries + ((b * HV + head) * N + n) * K + key, carry, mask=key < K)
     tl.store(attention + chunk * (C * C) + at[:, None] * C + at[None, :], P.to(dtype))
-    store_rows(readers + v_start, k_unit * entering, n * C, HV * K, key, C, T, K)
-    store_rows(queries + v_start, q_unit * entering, n * C, HV * K, key, C, T, K)
 
     strength = load_strength(beta, b, n, head, T, HV, C)
     x = store_inverse(inverse, chunk, A * strength[:, None], strength, C, PARTS)
     high, low = split(tl.trans(x), dtype)
-    store_rows(writers + v_start, apply(high, low, k_unit * leaving, PARTS), n * C, HV * K, key, C, T, K)
+    writer = apply(high, low, tl.reshape(kept, [C, BK]), PARTS)
+    store_rows(writers + v_start, writer, n * C, HV * K, all_keys, C, T, K)
 
 
 @triton.jit
@@ -196,6 +244,7 @@ def output(
 @triton.jit
 def value_gradients(
     readers,
+    queries,
     v,
     do,
     inverse,
@@ -204,6 +253,8 @@ def value_gradients(
     values,
     dv_local,
     dattention,
+    asked,
+    along_q,
     T: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -215,9 +266,10 @@ def value_gradients(
     BV: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """What the reverse scan needs of each chunk: one program a chunk and value head.
+    """All that follows from do and the states before the chunks: one program a chunk and value head.
 
-    values [B,T,HV,V]: V'; dv_local [B,T,HV,V]: T'^T P^T do; dattention [B,N,HV,C,C]: d loss / d P.
+    values [B,T,HV,V]: V'; dv_local [B,T,HV,V]: T'^T P^T do; dattention [B,N,HV,C,C]: d loss / d P; asked [B,T,HV,K]:
+    do S^T; along_q [B,HV,N C]: u . d loss / d u for u = q / |q|.
     """
     program = tl.program_id(0)
     head = program % HV
@@ -230,6 +282,7 @@ def value_gradients(
     high, low = load_inverse(inverse, chunk, C, PARTS)
     P = tl.load(attention + chunk * (C * C) + at[:, None] * C + at[None, :])
     dP = tl.zeros([C, C], tl.float32)
+    ask = tl.zeros([C, BK], tl.float32)
     for block in tl.range(0, (V + BV - 1) // BV, disable_licm=True):
         value = block * BV + tl.arange(0, BV)
         state = load_rows(states + chunk * K * V, 0, V, value, BK, K, V)
@@ -239,39 +292,28 @@ def value_gradients(
         dP += dot(do_tile, tl.trans(new))
         dv_tile = local_gradient(P, do_tile, high, low, PARTS)
         store_rows(dv_local + v_start, dv_tile, n * C, HV * V, value, C, T, V)
+        ask += dot(do_tile, tl.trans(state))
     tl.store(dattention + chunk * (C * C) + at[:, None] * C + at[None, :], dP.to(P.dtype))
+    store_rows(asked + start, ask, n * C, HV * K, key, C, T, K)
+    query = load_rows(queries + start, n * C, HV * K, key, C, T, K)
+    along = tl.sum(dP * P, axis=1) + tl.sum(query * ask, axis=1)
+    tl.store(along_q + (b * HV + head) * (N * C) + n * C + at, along)
 
 
 @triton.jit
-def _select(keep, x, dtype: tl.constexpr, PARTS: tl.constexpr):
-    """The sums of those rows of x that `keep` [C,C] selects for each row."""
-    high, low = split(x, dtype)
-    y = dot(keep.to(dtype), high)
-    if PARTS == 2:
-        y += dot(keep.to(dtype), low)
-    return y
-
-
-@triton.jit
-def input_gradients(
-    q,
-    k,
-    gates,
-    A_log,
-    dt_bias,
+def state_gradients(
+    v,
     beta,
-    documents,
-    do,
     values,
     dv,
-    dattention,
     states,
     dstates,
-    dq,
-    dk,
-    dgates,
+    dpairs,
+    read,
+    written,
+    through,
+    along_k,
     dbeta,
-    of_gates,
     T: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -281,136 +323,250 @@ def input_gradients(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+):
+    """All that follows from dv and the states around each chunk: one program a chunk and value head.
+
+    dpairs [B,N,HV,C,C]: -dV V'^T, d loss / d (k_i . k_j) of decayed keys; read, written [B,T,HV,K]: dV S^T and V' dS^T;
+    through [B,HV,N,K]: the sums over values of S dS; along_k [B,HV,N C]: u . d loss / d u for u = k / |k|, which is
+    2 dV . V' / beta - dV . V; dbeta [B,T,HV].
+    """
+    program = tl.program_id(0)
+    head = program % HV
+    n = (program // HV) % N
+    b = (program // HV // N).to(tl.int64)
+    key, at = tl.arange(0, BK), tl.arange(0, C)
+    token = n * C + at
+    start = (b * T * HV + head) * K
+    v_start = (b * T * HV + head) * V
+    chunk = (b * N + n) * HV + head
+    strength = load_strength(beta, b, n, head, T, HV, C)
+    dA = tl.zeros([C, C], tl.float32)
+    reads, writes = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+    dstrength, along = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    products = tl.zeros([BK], tl.float32)
+    for block in tl.range(0, (V + BV - 1) // BV, disable_licm=True):
+        value = block * BV + tl.arange(0, BV)
+        new = load_rows(values + v_start, n * C, HV * V, value, C, T, V)
+        dv_tile = load_rows(dv + v_start, n * C, HV * V, value, C, T, V)
+        state = load_rows(states + chunk * K * V, 0, V, value, BK, K, V)
+        dstate = load_rows(dstates + chunk * K * V, 0, V, value, BK, K, V)
+        v_tile = load_rows(v + v_start, n * C, HV * V, value, C, T, V)
+        dA -= dot(dv_tile, tl.trans(new))
+        reads += dot(dv_tile, tl.trans(state))
+        writes += dot(new, tl.trans(dstate))
+        products += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1)
+        ratio = (dv_tile.to(tl.float32) / strength[:, None]) * (new.to(tl.float32) / strength[:, None])
+        dstrength += tl.sum(ratio, axis=1)
+        along -= tl.sum(dv_tile.to(tl.float32) * v_tile.to(tl.float32), axis=1)
+    tl.store(dpairs + chunk * (C * C) + at[:, None] * C + at[None, :], dA.to(dpairs.dtype.element_ty))
+    store_rows(read + start, reads, n * C, HV * K, key, C, T, K)
+    store_rows(written + start, writes, n * C, HV * K, key, C, T, K)
+    tl.store(through + ((b * HV + head) * N + n) * K + key, products, mask=key < K)
+    tl.store(along_k + (b * HV + head) * (N * C) + token, along + 2.0 * strength * dstrength)
+    tl.store(dbeta + (b * T + token) * HV + head, dstrength, mask=token < T)
+
+
+@triton.jit
+def _sum_rows(keep, x, document, PACKED: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """The sums of those rows of x that `keep` [C,C] selects for each row, within its document."""
+    if PACKED:
+        keep = keep & (document[:, None] == document[None, :])
+    matrix = keep.to(dtype)
+    high, low = split(x, dtype)
+    y = dot(matrix, high)
+    if PARTS == 2:
+        y += dot(matrix, low)
+    return y
+
+
+@triton.jit
+def _sum_before(x, document, PACKED: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """y_t = sum of x_j over j < t of t's document, [C, columns]."""
+    at = tl.arange(0, x.shape[0])
+    return _sum_rows(at[:, None] > at[None, :], x, document, PACKED, PARTS, dtype)
+
+
+@triton.jit
+def _sum_from(x, document, PACKED: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """y_t = sum of x_i over i >= t of t's document, [C, columns]."""
+    at = tl.arange(0, x.shape[0])
+    return _sum_rows(at[:, None] <= at[None, :], x, document, PACKED, PARTS, dtype)
+
+
+@triton.jit
+def _exact_gradients(q_blocks, k_blocks, dA, dP, g_high, g_low, PARTS: tl.constexpr):
+    """What dA and dP [M,S,S] of `_exact_pairs` give to q, to k and to the sums of gates through each token [M,S,K]."""
+    dtype: tl.constexpr = g_high.dtype
+    within = tl.arange(0, BLOCK)
+    dq, dk = tl.zeros(q_blocks.shape, tl.float32), tl.zeros(q_blocks.shape, tl.float32)
+    of_sums = tl.zeros(q_blocks.shape, tl.float32)
+    for level in tl.range(0, 4, disable_licm=True):
+        decay = inner_decay(g_high, g_low, level, PARTS)
+        keep = in_square(within, level)[None, :, :]
+        a, p = tl.where(keep, dA, 0.0).to(dtype), tl.where(keep, dP, 0.0).to(dtype)
+        k_decayed, q_decayed = (k_blocks * decay).to(dtype), (q_blocks * decay).to(dtype)
+        of_k = block_dot(a + tl.trans(a, 0, 2, 1), k_decayed) + block_dot(tl.trans(p, 0, 2, 1), q_decayed)
+        of_q = block_dot(p, k_decayed)
+        sign = tl.where(is_right(within, level), 1.0, -1.0)[None, :, None]
+        of_sums += sign * k_decayed * of_k + q_decayed * of_q
+        dk += decay * of_k
+        dq += decay * of_q
+    return dq, dk, of_sums
+
+
+@triton.jit
+def input_gradients(
+    q,
+    k,
+    gates,
+    A_log,
+    dt_bias,
+    documents,
+    q_norms,
+    k_norms,
+    dattention,
+    asked,
+    along_q,
+    dpairs,
+    read,
+    written,
+    through,
+    along_k,
+    dq,
+    dk,
+    dgates,
+    of_gates,
+    T: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BC: tl.constexpr,
     SCALE: tl.constexpr,
     FORM: tl.constexpr,
     BOUND: tl.constexpr,
     PACKED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """dq, dk [B,T,H,K], dgates [B,T,HV,K] and dbeta [B,T,HV], given dv and the states around each chunk: one program
-    a chunk and q/k head. of_gates [B,N,HV,2,K]: the chunk's sums for d A_log and d dt_bias.
+    """dq, dk [B,T,H,K] and dgates [B,T,HV,K] from what the kernels before found: one program a chunk, q/k head and block
+    of BC channels. of_gates [B,N,HV,2,K]: the chunk's sums for d A_log and d dt_bias.
     """
+    BLOCKS: tl.constexpr = BK // BC
     program = tl.program_id(0)
-    group = program % H
-    n = (program // H) % N
-    b = (program // H // N).to(tl.int64)
+    key = program % BLOCKS * BC + tl.arange(0, BC)
+    group = (program // BLOCKS) % H
+    n = (program // BLOCKS // H) % N
+    b = (program // BLOCKS // H // N).to(tl.int64)
     R: tl.constexpr = HV // H
     M: tl.constexpr = C // BLOCK
     dtype: tl.constexpr = k.dtype.element_ty
-    key, at, within = tl.arange(0, BK), tl.arange(0, C), tl.arange(0, BLOCK)
-    token = n * C + at
+    at, within = tl.arange(0, C), tl.arange(0, BLOCK)
     start = (b * T * H + group) * K
-    dq_tile, dk_tile = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+    row = (b * HV + group * R) * (N * C) + n * C + at
+    k_norm, q_norm = tl.load(k_norms + row), tl.load(q_norms + row)
+    document, previous, last = at, 0, 0
+    if PACKED:
+        document, previous, last = _documents(documents, b, n, T, C)
+    dq_tile, dk_tile = tl.zeros([C, BC], tl.float32), tl.zeros([C, BC], tl.float32)
+    of_q_norm, of_k_norm = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for r in tl.range(0, R, disable_licm=True):
         head = group * R + r
         chunk = (b * N + n) * HV + head
-        v_start = (b * T * HV + head) * V
-        k_unit = load_rows(k + start, n * C, H * K, key, C, T, K)
-        k_unit = k_unit * inverse_norm(k_unit)[:, None]
-        q_unit = load_rows(q + start, n * C, H * K, key, C, T, K)
-        q_unit = q_unit * (SCALE * inverse_norm(q_unit))[:, None]
-        raw, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
+        head_start = (b * T * HV + head) * K
+        row = (b * HV + head) * (N * C) + n * C + at
+        of_q_norm += tl.load(along_q + row)
+        of_k_norm += tl.load(along_k + row)
+        k_unit = load_rows(k + start, n * C, H * K, key, C, T, K) * k_norm[:, None]
+        q_unit = load_rows(q + start, n * C, H * K, key, C, T, K) * q_norm[:, None]
+        _, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
         g_high, g_low, totals = gate_blocks(g, C, dtype)
-        before, after = prefix(g_high, g_low, PARTS), suffix(g_high, g_low, PARTS)
+        sums = prefix(g_high, g_low, PARTS)
+        dA = tl.load(dpairs + chunk * (C * C) + at[:, None] * C + at[None, :])
+        dP = tl.load(dattention + chunk * (C * C) + at[:, None] * C + at[None, :])
+        own = tl.sum(tl.where(at[:, None] == at[None, :], dP, 0.0).to(tl.float32), axis=1)[:, None]
+        if PACKED:
+            same = document[:, None] == document[None, :]
+            dA, dP = tl.where(same, dA, 0.0), tl.where(same, dP, 0.0)
+        # Pairs within blocks of 16 tokens. The diagonal has no decay, and stays out of the gates' gradients. What a pair
+        # gives to both its tokens is the same product, to the last bit.
+        k_blocks, q_blocks = tl.reshape(k_unit, [M, BLOCK, BC]), tl.reshape(q_unit, [M, BLOCK, BC])
+        lower = (within[:, None] > within[None, :])[None, :, :]
+        a = tl.where(lower, diagonal(dA, M, BLOCK), 0.0).to(dtype)
+        p = tl.where(lower, diagonal(dP, M, BLOCK), 0.0).to(dtype)
+        dq_blocks, dk_blocks = tl.zeros([M, BLOCK, BC], tl.float32), tl.zeros([M, BLOCK, BC], tl.float32)
+        of_blocks = tl.zeros([M, BLOCK, BC], tl.float32)
+        if FORM != "bounded" or BOUND * BLOCK < STEEPEST:
+            lowest = tl.min(sums, axis=2)
+            if tl.min(lowest) < STEEPEST:
+                steep = (lowest < STEEPEST)[:, :, None]
+                steep_a, steep_p = tl.where(steep, a, 0.0).to(dtype), tl.where(steep, p, 0.0).to(dtype)
+                a, p = tl.where(steep, 0.0, a).to(dtype), tl.where(steep, 0.0, p).to(dtype)
+                dq_blocks, dk_blocks, of_blocks = _exact_gradients(
+                    q_blocks, k_blocks, steep_a, steep_p, g_high, g_low, PARTS
+                )
+        rows, columns = row_decay(sums), column_decay(sums)
+        column = (k_blocks * columns).to(dtype)
+        k_row, q_row = (k_blocks * rows).to(dtype), (q_blocks * rows).to(dtype)
+        to_q, to_k = block_dot(p, column), block_dot(a, column)
+        to_column = block_dot(tl.trans(p, 0, 2, 1), q_row) + block_dot(tl.trans(a, 0, 2, 1), k_row)
+        of_blocks += q_row * to_q + k_row * to_k - column * to_column
+        dq_blocks += rows * to_q
+        dk_blocks += rows * to_k + columns * to_column
+        of_sums = tl.reshape(of_blocks, [C, BC])  # d loss / d (sum of gates from the chunk's start through i)
+        dk_tile += tl.reshape(dk_blocks, [C, BC]) + own * q_unit
+        dq_tile += tl.reshape(dq_blocks, [C, BC]) + own * k_unit
+        # Pairs of different blocks.
+        before, after = uncentred(rows), tl.exp(suffix(g_high, g_low, PARTS))
+        for level in tl.range(0, outer_levels(C), disable_licm=True):
+            decay = outer_decay(before, after, totals, level, C)
+            keep = in_square(at, level + 4)
+            a_square, p_square = tl.where(keep, dA, 0.0), tl.where(keep, dP, 0.0)
+            k_decayed, q_decayed = (k_unit * decay).to(dtype), (q_unit * decay).to(dtype)
+            of_k = dot(a_square + tl.trans(a_square), k_decayed) + dot(tl.trans(p_square), q_decayed)
+            of_q = dot(p_square, k_decayed)
+            sign = tl.where(is_right(at, level + 4), 1.0, -1.0)[:, None]
+            of_sums += sign * k_decayed * of_k + q_decayed * of_q
+            dk_tile += decay * of_k
+            dq_tile += decay * of_q
+        # Through the states around the chunk.
         entering, leaving = entering_decay(before, totals, C), leaving_decay(after, totals, C)
         carry = tl.exp(tl.sum(totals, axis=0))
-        straddles = at[:, None] <= at[None, :]  # token t's gate is in the sums through tokens i >= t
-        follows = at[:, None] > at[None, :]  # and in those after tokens j < t
         if PACKED:
-            document, previous, last = _documents(documents, b, n, T, C)
-            same = document[:, None] == document[None, :]
-            straddles, follows = straddles & same, follows & same
             entering = tl.where((document == previous)[:, None], entering, 0.0)
             leaving = tl.where((document == last)[:, None], leaving, 0.0)
             carry = tl.where(previous == last, carry, 0.0)
-        strength = load_strength(beta, b, n, head, T, HV, C)
-
-        dA = tl.zeros([C, C], tl.float32)
-        dstrength = tl.zeros([C], tl.float32)
-        from_start = tl.zeros([C, BK], tl.float32)  # d loss / d (sum of gates from the chunk's start through i)
-        to_end = tl.zeros([C, BK], tl.float32)  # d loss / d (sum of gates after j to its end)
-        through = tl.zeros([BK], tl.float32)
-        for block in tl.range(0, (V + BV - 1) // BV, disable_licm=True):
-            value = block * BV + tl.arange(0, BV)
-            new = load_rows(values + v_start, n * C, HV * V, value, C, T, V)
-            dv_tile = load_rows(dv + v_start, n * C, HV * V, value, C, T, V)
-            do_tile = load_rows(do + v_start, n * C, HV * V, value, C, T, V)
-            state = load_rows(states + chunk * K * V, 0, V, value, BK, K, V)
-            dstate = load_rows(dstates + chunk * K * V, 0, V, value, BK, K, V)
-            dA -= dot(dv_tile, tl.trans(new))
-            ratio = (dv_tile.to(tl.float32) / strength[:, None]) * (new.to(tl.float32) / strength[:, None])
-            dstrength += tl.sum(ratio, axis=1)
-            through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1)
-            part = dot(do_tile, tl.trans(state)) * entering
-            from_start += q_unit * part
-            dq_tile += part
-            part = dot(dv_tile, tl.trans(state)) * entering
-            from_start -= k_unit * part
-            dk_tile -= part
-            part = dot(new, tl.trans(dstate)) * leaving
-            to_end += k_unit * part
-            dk_tile += part
-        tl.store(dbeta + (b * T + token) * HV + head, dstrength, mask=token < T)
-
-        # The diagonal has no decay, and stays out of the gates' gradients.
-        dP = tl.load(dattention + chunk * (C * C) + at[:, None] * C + at[None, :])
-        own = tl.sum(tl.where(at[:, None] == at[None, :], dP, 0.0).to(tl.float32), axis=1)[:, None]
-        dq_tile += own * k_unit
-        dk_tile += own * q_unit
-        dA = dA.to(dtype)
-        if PACKED:
-            dA, dP = tl.where(same, dA, 0.0), tl.where(same, dP, 0.0)
-        # Pairs of different blocks. What a pair gives to both its tokens is the same product, to the last bit.
-        for level in tl.static_range(2):
-            if C >= 32 << level:
-                decay = outer_decay(before, after, totals, level, C)
-                keep = in_square(at, level + 4)
-                a, p = tl.where(keep, dA, 0.0), tl.where(keep, dP, 0.0)
-                k_decayed, q_decayed = (k_unit * decay).to(dtype), (q_unit * decay).to(dtype)
-                to_k = dot(a + tl.trans(a), k_decayed) + dot(tl.trans(p), q_decayed)
-                to_q = dot(p, k_decayed)
-                sign = tl.where(is_right(at, level + 4), 1.0, -1.0)[:, None]
-                from_start += sign * k_decayed * to_k + q_decayed * to_q
-                dk_tile += decay * to_k
-                dq_tile += decay * to_q
-        # Pairs within blocks.
-        k_blocks, q_blocks = tl.reshape(k_unit, [M, BLOCK, BK]), tl.reshape(q_unit, [M, BLOCK, BK])
-        dA_blocks, dP_blocks = diagonal(dA, M, BLOCK).to(dtype), diagonal(dP, M, BLOCK).to(dtype)
-        dk_blocks, dq_blocks = tl.zeros([M, BLOCK, BK], tl.float32), tl.zeros([M, BLOCK, BK], tl.float32)
-        of_sums = tl.zeros([M, BLOCK, BK], tl.float32)
-        for level in tl.static_range(4):
-            decay = inner_decay(g_high, g_low, level, PARTS)
-            keep = in_square(within, level)[None, :, :]
-            a, p = tl.where(keep, dA_blocks, 0.0), tl.where(keep, dP_blocks, 0.0)
-            k_decayed, q_decayed = (k_blocks * decay).to(dtype), (q_blocks * decay).to(dtype)
-            to_k = block_dot(a + tl.trans(a, 0, 2, 1), k_decayed) + block_dot(tl.trans(p, 0, 2, 1), q_decayed)
-            to_q = block_dot(p, k_decayed)
-            sign = tl.where(is_right(within, level), 1.0, -1.0)[None, :, None]
-            of_sums += sign * k_decayed * to_k + q_decayed * to_q
-            dk_blocks += decay * to_k
-            dq_blocks += decay * to_q
-        dk_tile += tl.reshape(dk_blocks, [C, BK])
-        dq_tile += tl.reshape(dq_blocks, [C, BK])
-        from_start += tl.reshape(of_sums, [C, BK])
-
-        dg = _select(straddles, from_start, dtype, PARTS) + _select(follows, to_end, dtype, PARTS)
-        dg += (carry * through)[None, :]
-        dg = tl.where((token < T)[:, None], dg, 0.0)
+        part = load_rows(asked + head_start, n * C, HV * K, key, C, T, K) * entering
+        of_sums += q_unit * part
+        dq_tile += part
+        part = load_rows(read + head_start, n * C, HV * K, key, C, T, K) * entering
+        of_sums -= k_unit * part
+        dk_tile -= part
+        part = load_rows(written + head_start, n * C, HV * K, key, C, T, K) * leaving
+        dk_tile += part
+        dg = _sum_before(k_unit * part, document, PACKED, PARTS, dtype)
+        dg += _sum_from(of_sums, document, PACKED, PARTS, dtype)
+        carried = tl.load(through + ((b * HV + head) * N + n) * K + key, mask=key < K, other=0.0) * carry
+        dg = tl.where((n * C + at < T)[:, None], dg + carried[None, :], 0.0)
         if FORM != "log":
+            raw, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
             rate = tl.exp(tl.load(A_log + head))
             if FORM == "softplus":
-                dgate = dg * (-rate) * tl.sigmoid(raw)
                 of_rate = dg * g
+                dg *= -rate * tl.sigmoid(raw)
             else:
                 part = tl.sigmoid(rate * raw)
-                dgate = dg * (BOUND * rate) * (part * (1.0 - part))
-                of_rate = dgate * raw
-            sums = of_gates + chunk * 2 * K + key
-            tl.store(sums, tl.sum(of_rate, axis=0), mask=key < K)
-            tl.store(sums + K, tl.sum(dgate, axis=0), mask=key < K)
-            dg = dgate
-        store_rows(dgates + (b * T * HV + head) * K, dg, n * C, HV * K, key, C, T, K)
-    dq_tile *= SCALE * inverse_norm(load_rows(q + start, n * C, H * K, key, C, T, K))[:, None]
-    dk_tile *= inverse_norm(load_rows(k + start, n * C, H * K, key, C, T, K))[:, None]
-    store_unnormalised(dq, dq_tile, q, start, n, key, T, H, K, C)
-    store_unnormalised(dk, dk_tile, k, start, n, key, T, H, K, C)
+                dg *= BOUND * rate * (part * (1.0 - part))
+                of_rate = dg * raw
+            total = of_gates + chunk * 2 * K + key
+            tl.store(total, tl.sum(of_rate, axis=0), mask=key < K)
+            tl.store(total + K, tl.sum(dg, axis=0), mask=key < K)
+        store_rows(dgates + head_start, dg, n * C, HV * K, key, C, T, K)
+    # The gradients of x from those of u = x / |x|: (du - u (u . du)) / |x|.
+    q_tile = load_rows(q + start, n * C, H * K, key, C, T, K) * (q_norm / SCALE)[:, None]
+    dq_tile = (SCALE * dq_tile - q_tile * of_q_norm[:, None]) * (q_norm / SCALE)[:, None]
+    store_rows(dq + start, dq_tile, n * C, H * K, key, C, T, K)
+    k_tile = load_rows(k + start, n * C, H * K, key, C, T, K) * k_norm[:, None]
+    dk_tile = (dk_tile - k_tile * of_k_norm[:, None]) * k_norm[:, None]
+    store_rows(dk + start, dk_tile, n * C, H * K, key, C, T, K)

@@ -11,6 +11,10 @@ halves and the second in rows of left halves, so that one product k * decay serv
 Sums of gates within blocks of S = 16 tokens are products with 0/1 matrices: exactly the gates between, and none of a
 later token, enter a decay, not even in rounding. Decays over whole blocks come from the blocks' sums.
 
+Within a block one square does where its gates allow it: exp(G_i + CENTRE) exp(-G_j - CENTRE), with the sums G from the
+block's start, is in range down to G = STEEPEST. Tokens from which on it is not (their own gates and earlier ones
+decide) take the dyadic squares for their rows instead. Gates above STEEPEST / S never need them.
+
 Shapes: C chunk, M = C / S blocks of tokens, K key dim (a tile's width).
 """
 
@@ -18,6 +22,10 @@ import triton
 import triton.language as tl
 
 from hybrid_jax.kernels.device import BLOCK, dot, load_rows, split
+
+
+# exp(64) and exp(-64) leave ten decimal digits to the end of the range of fp32 and of bf16, for what they multiply.
+STEEPEST, CENTRE = tl.constexpr(-128.0), tl.constexpr(64.0)
 
 
 @triton.jit
@@ -90,33 +98,51 @@ def gate_blocks(g, C: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def prefix(high, low, PARTS: tl.constexpr):
-    """exp of the gates from the block's start through each token [M,S,K]."""
+    """The gates from the block's start through each token, summed [M,S,K]."""
     at = tl.arange(0, BLOCK)
-    return tl.exp(_sums(at[None, :] <= at[:, None], high, low, PARTS))
+    return _sums(at[None, :] <= at[:, None], high, low, PARTS)
 
 
 @triton.jit
 def suffix(high, low, PARTS: tl.constexpr):
-    """exp of the gates after each token to the block's end [M,S,K]."""
+    """The gates after each token to the block's end, summed [M,S,K]."""
     at = tl.arange(0, BLOCK)
-    return tl.exp(_sums(at[None, :] > at[:, None], high, low, PARTS))
+    return _sums(at[None, :] > at[:, None], high, low, PARTS)
 
 
 @triton.jit
-def is_right(at, level: tl.constexpr):
+def row_decay(sums):
+    """exp(G + CENTRE) of the sums of `prefix`."""
+    return tl.exp(sums + CENTRE)
+
+
+@triton.jit
+def column_decay(sums):
+    """exp(-G - CENTRE), finite for steep rows too."""
+    return tl.exp(-tl.maximum(sums, STEEPEST) - CENTRE)
+
+
+@triton.jit
+def uncentred(rows):
+    """exp(G) of exp(G + CENTRE)."""
+    return rows * 1.6038108905486378e-28  # exp(-CENTRE)
+
+
+@triton.jit
+def is_right(at, level):
     """Whether `at` lies in the right half of its run of 2b, b = 2^level."""
     return ((at >> level) & 1) == 1
 
 
 @triton.jit
-def in_square(at, level: tl.constexpr):
+def in_square(at, level):
     """Whether (row, column) are right and left half of one run of 2b: [n, n]."""
     runs = at >> (level + 1)
     return (runs[:, None] == runs[None, :]) & is_right(at, level)[:, None] & (is_right(at, level) == 0)[None, :]
 
 
 @triton.jit
-def inner_decay(high, low, level: tl.constexpr, PARTS: tl.constexpr):
+def inner_decay(high, low, level, PARTS: tl.constexpr):
     """The tile of decays for squares of width b = 2^level < S: [M,S,K]."""
     at = tl.arange(0, BLOCK)
     row, column = at[:, None], at[None, :]
@@ -134,8 +160,14 @@ def _between(totals, keep):
 
 
 @triton.jit
-def outer_decay(before, after, totals, level: tl.constexpr, C: tl.constexpr):
-    """The tile of decays for squares of 2^level >= 1 blocks, from `prefix` and `suffix`: [C,K]."""
+def outer_levels(C: tl.constexpr):
+    """How many widths squares of whole blocks have in a chunk."""
+    return 0 if C == 16 else 1 if C == 32 else 2
+
+
+@triton.jit
+def outer_decay(before, after, totals, level, C: tl.constexpr):
+    """The tile of decays for squares of 2^level >= 1 blocks, from exp of `prefix` and of `suffix`: [C,K]."""
     at = tl.arange(0, C // BLOCK)
     row, column = at[:, None], at[None, :]
     middle = ((row >> level) | 1) << level

@@ -38,7 +38,7 @@ from hybrid_jax.kernels import RESIDUAL
 from hybrid_jax.kernels.delta import plan as planning
 from hybrid_jax.kernels.delta.plan import Plan
 from hybrid_jax.kernels.delta.scans import reverse_scan, scan
-from hybrid_jax.kernels.kda.chunks import input_gradients, output, prepare, value_gradients
+from hybrid_jax.kernels.kda.chunks import input_gradients, output, prepare, state_gradients, value_gradients
 
 
 class _Options(NamedTuple):
@@ -51,14 +51,22 @@ class _Options(NamedTuple):
     bound: float
 
 
+_ROWS = {
+    "prepare": planning.CHUNKS | planning.CHANNELS,
+    "output": planning.VALUES,
+    "value_gradients": planning.VALUES,
+    "state_gradients": planning.VALUES,
+    "input_gradients": planning.CHANNELS,
+}
+
+
 def shape_class(K: int, dtype) -> str:
     """The row of the tile tables for key dim K and the type of q, k and v."""
     return planning.shape_class(K, dtype, least=32)
 
 
 def _plan(q, v, packed: bool) -> Plan:
-    name, kernels = shape_class(q.shape[-1], q.dtype), (output, value_gradients, input_gradients)
-    return planning.make_plan("kda", name, kernels, q, v, packed)
+    return planning.make_plan("kda", shape_class(q.shape[-1], q.dtype), _ROWS, q, v, packed)
 
 
 def _of_gates(plan: Plan, options: _Options):
@@ -68,10 +76,10 @@ def _of_gates(plan: Plan, options: _Options):
 
 
 def _prepare(plan: Plan, options: _Options, inputs):
-    """(inverse, readers, queries, writers, attention, carries) of `prepare`."""
+    """(inverse, readers, queries, writers, attention, carries, q_norms, k_norms) of `prepare`."""
     programs = plan.B * plan.chunks * plan.HV
     carries = plan.shape(plan.B, plan.HV, plan.chunks, plan.K, dtype=jnp.float32)
-    outputs = (plan.inverse, plan.per_key, plan.per_key, plan.per_key, plan.pairs, carries)
+    outputs = (plan.inverse, plan.per_key, plan.per_key, plan.per_key, plan.pairs, carries, plan.vector, plan.vector)
     return plan.launch(prepare, inputs, outputs, programs, _of_gates(plan, options))
 
 
@@ -83,7 +91,7 @@ def _kda(options, q, k, v, gates, A_log, dt_bias, beta, initial_state, documents
 def _forward(options, q, k, v, gates, A_log, dt_bias, beta, initial_state, documents):
     plan = _plan(q, v, options.packed)
     inputs = (q, k, gates, A_log, dt_bias, beta, documents)
-    inverse, readers, queries, writers, attention, carries = _prepare(plan, options, inputs)
+    inverse, readers, queries, writers, attention, carries, *_ = _prepare(plan, options, inputs)
     states, final = _scan(plan, scan, (readers, v, writers, carries, carries), initial_state)
     programs = plan.B * plan.chunks * plan.HV * plan.blocks(output)
     constants = {"V": plan.V, "PARTS": plan.parts}
@@ -98,21 +106,22 @@ def _backward(options, saved, cotangents):
     do, dfinal = cotangents
     plan = _plan(q, v, options.packed)
     raw = (q, k, gates, A_log, dt_bias, beta, documents)
-    inverse, readers, queries, writers, attention, carries = _prepare(plan, options, raw)
+    inverse, readers, queries, writers, attention, carries, *norms = _prepare(plan, options, raw)
     programs = plan.B * plan.chunks * plan.HV
-    inputs = (readers, v, do, inverse, attention, states)
-    constants = {"V": plan.V, "PARTS": plan.parts}
-    outputs = (plan.per_value, plan.per_value, plan.pairs)
-    values, dv_local, dattention = plan.launch(value_gradients, inputs, outputs, programs, constants)
+    inputs = (readers, queries, v, do, inverse, attention, states)
+    outputs = (plan.per_value, plan.per_value, plan.pairs, plan.per_key, plan.vector)
+    values, dv_local, *of_queries = plan.launch(
+        value_gradients, inputs, outputs, programs, {"V": plan.V, "PARTS": plan.parts}
+    )
     scanned = (queries, readers, do, dv_local, carries, writers, carries, carries)
     dv, dstates, dinitial = _scan(plan, reverse_scan, scanned, dfinal, [plan.per_value])
-    programs = plan.B * plan.chunks * plan.H
-    inputs = (*raw, do, values, dv, dattention, states, dstates)
+    inputs = (v, beta, values, dv, states, dstates)
+    outputs = (plan.pairs, plan.per_key, plan.per_key, carries, plan.vector, beta)
+    *of_keys, dbeta = plan.launch(state_gradients, inputs, outputs, programs, {"V": plan.V})
+    inputs = (q, k, gates, A_log, dt_bias, documents, *norms, *of_queries, *of_keys)
     sums = plan.shape(plan.B, plan.chunks, plan.HV, 2, plan.K, dtype=jnp.float32)
-    constants = _of_gates(plan, options) | {"V": plan.V}
-    dq, dk, dgates, dbeta, sums = plan.launch(
-        input_gradients, inputs, (q, k, gates, beta, sums), programs, constants
-    )
+    programs = plan.B * plan.chunks * plan.H * plan.channel_blocks(input_gradients)
+    dq, dk, dgates, sums = plan.launch(input_gradients, inputs, (q, k, gates, sums), programs, _of_gates(plan, options))
     if options.form == "log":
         dA_log, ddt_bias = jnp.zeros_like(A_log), jnp.zeros_like(dt_bias)
     else:

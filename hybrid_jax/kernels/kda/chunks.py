@@ -1,7 +1,7 @@
 """Kimi Delta Attention's kernels that see one chunk of a row at a time; kernels.kda.triton says how they fit together.
 
 Symbols as there. Shapes: B batch, T time, H q/k heads, R value heads per q/k head, HV = H R, K key dim, V value dim,
-N chunks, C chunk, M = C / S blocks of S = 16 tokens; BK >= K, BC and BV widths of tiles: all channels, a block of
+N chunks, C chunk; BK >= K, BC and BV widths of tiles: all channels, a block of
 channels, a block of values.
 """
 
@@ -16,25 +16,20 @@ from hybrid_jax.kernels.delta.chunks import (
     local_gradient,
     store_inverse,
 )
-from hybrid_jax.kernels.device import BLOCK, diagonal, dot, load_rows, split, store_rows
+from hybrid_jax.kernels.device import BLOCK, dot, load_rows, split, store_rows
 from hybrid_jax.kernels.kda.decays import (
     STEEPEST,
-    block_dot,
+    block_sums,
     column_decay,
     entering_decay,
-    gate_blocks,
+    in_block,
     in_square,
-    inner_decay,
     is_right,
     leaving_decay,
     log_decays,
-    on_diagonal,
-    outer_decay,
-    outer_levels,
-    prefix,
     row_decay,
-    suffix,
-    uncentred,
+    square_decay,
+    widest_level,
 )
 
 
@@ -49,25 +44,33 @@ def _documents(documents, b, n, T: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _exact_pairs(q_blocks, k_blocks, g_high, g_low, PARTS: tl.constexpr):
-    """Decayed products of all pairs j < i within blocks of tokens, and of q_i with k_i, whatever the gates:
-    (k_i . k_j, q_i . k_j), each [M,S,S]."""
+def _exact_pairs(q_unit, k_unit, g_high, g_low, C: tl.constexpr, PARTS: tl.constexpr):
+    """Decayed products of all pairs j < i of one block of 16 tokens, and of q_i with k_i, whatever the gates:
+    (k_i . k_j, q_i . k_j), each [C,C]."""
     dtype: tl.constexpr = g_high.dtype
-    within = tl.arange(0, BLOCK)
-    own = tl.sum(q_blocks * k_blocks, axis=2)
-    qk = tl.where((within[:, None] == within[None, :])[None, :, :], own[:, :, None], 0.0)
-    kk = tl.zeros(qk.shape, tl.float32)
+    at = tl.arange(0, C)
+    qk = tl.where(at[:, None] == at[None, :], tl.sum(q_unit * k_unit, axis=1)[:, None], 0.0)
+    kk = tl.zeros([C, C], tl.float32)
     for level in tl.range(0, 4, disable_licm=True):
-        decay = inner_decay(g_high, g_low, level, PARTS)
-        high, low = split(k_blocks * decay, dtype)
-        column = tl.trans(high, 0, 2, 1)
-        part = block_dot(high, column)
-        if PARTS == 2:
-            part += block_dot(high, tl.trans(low, 0, 2, 1)) + block_dot(low, column)
-        keep = in_square(within, level)[None, :, :]
-        kk += tl.where(keep, part, 0.0)
-        qk += tl.where(keep, block_dot((q_blocks * decay).to(dtype), column), 0.0)
+        part_kk, part_qk = _square(q_unit, k_unit, g_high, g_low, level, C, PARTS)
+        kk += part_kk
+        qk += part_qk
     return kk, qk
+
+
+@triton.jit
+def _square(q_unit, k_unit, g_high, g_low, level, C: tl.constexpr, PARTS: tl.constexpr):
+    """The same of the pairs in squares of width 2^level."""
+    dtype: tl.constexpr = g_high.dtype
+    decay = square_decay(g_high, g_low, level, C, PARTS)
+    high, low = split(k_unit * decay, dtype)
+    column = tl.trans(high)
+    kk = dot(high, column)
+    if PARTS == 2:  # similar keys amplify the rounding of A
+        kk += dot(high, tl.trans(low))
+        kk += dot(low, column)
+    keep = in_square(level, C)
+    return tl.where(keep, kk, 0.0), tl.where(keep, dot((q_unit * decay).to(dtype), column), 0.0)
 
 
 @triton.jit
@@ -111,9 +114,8 @@ def prepare(
     head = program % HV
     n = (program // HV) % N
     b = (program // HV // N).to(tl.int64)
-    M: tl.constexpr = C // BLOCK
     dtype: tl.constexpr = k.dtype.element_ty
-    at, within = tl.arange(0, C), tl.arange(0, BLOCK)
+    at = tl.arange(0, C)
     start = (b * T * H + head // (HV // H)) * K
     v_start = (b * T * HV + head) * K
     chunk = (b * N + n) * HV + head
@@ -126,7 +128,6 @@ def prepare(
     if PACKED:
         document, previous, last = _documents(documents, b, n, T, C)
 
-    A_blocks, P_blocks = tl.zeros([M, BLOCK, BLOCK], tl.float32), tl.zeros([M, BLOCK, BLOCK], tl.float32)
     A, P = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     kept = tl.zeros([C, BK // BC, BC], dtype)  # Lambda K
     for channels in tl.range(0, BK // BC, disable_licm=True):
@@ -134,40 +135,33 @@ def prepare(
         k_unit = load_rows(k + start, n * C, H * K, key, C, T, K) * k_norm[:, None]
         q_unit = load_rows(q + start, n * C, H * K, key, C, T, K) * q_norm[:, None]
         _, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
-        g_high, g_low, totals = gate_blocks(g, C, dtype)
-        k_blocks, q_blocks = tl.reshape(k_unit, [M, BLOCK, BC]), tl.reshape(q_unit, [M, BLOCK, BC])
+        g_high, g_low = split(g, dtype)
         # Pairs within blocks of 16 tokens.
-        sums = prefix(g_high, g_low, PARTS)
+        sums = block_sums(g_high, g_low, C, PARTS)
         rows = row_decay(sums)
-        high, low = split(k_blocks * rows, dtype)
-        column, column_low = split(k_blocks * column_decay(sums), dtype)
-        column = tl.trans(column, 0, 2, 1)
-        kk = block_dot(high, column)
-        if PARTS == 2:  # similar keys amplify the rounding of A
-            kk += block_dot(high, tl.trans(column_low, 0, 2, 1)) + block_dot(low, column)
-        qk = block_dot((q_blocks * rows).to(dtype), column)
+        high, low = split(k_unit * rows, dtype)
+        column, column_low = split(k_unit * column_decay(sums), dtype)
+        column = tl.trans(column)
+        kk = dot(high, column)
+        if PARTS == 2:
+            kk += dot(high, tl.trans(column_low))
+            kk += dot(low, column)
+        qk = dot((q_unit * rows).to(dtype), column)
         if FORM != "bounded" or BOUND * BLOCK < STEEPEST:
-            lowest = tl.min(sums, axis=2)
+            lowest = tl.min(sums, axis=1)
             if tl.min(lowest) < STEEPEST:
-                exact_kk, exact_qk = _exact_pairs(q_blocks, k_blocks, g_high, g_low, PARTS)
-                steep = (lowest < STEEPEST)[:, :, None]
+                exact_kk, exact_qk = _exact_pairs(q_unit, k_unit, g_high, g_low, C, PARTS)
+                steep = (lowest < STEEPEST)[:, None]
                 kk, qk = tl.where(steep, exact_kk, kk), tl.where(steep, exact_qk, qk)
-        A_blocks += kk
-        P_blocks += qk
+        A += tl.where(in_block(C), kk, 0.0)
+        P += tl.where(in_block(C) | (at[:, None] == at[None, :]), qk, 0.0)
         # Pairs of different blocks.
-        before, after = uncentred(rows), tl.exp(suffix(g_high, g_low, PARTS))
-        for level in tl.range(0, outer_levels(C), disable_licm=True):
-            decay = outer_decay(before, after, totals, level, C)
-            both, both_low = split(k_unit * decay, dtype)
-            outer_kk = dot(both, tl.trans(both))
-            if PARTS == 2:
-                outer_kk += dot(both, tl.trans(both_low))
-                outer_kk += dot(both_low, tl.trans(both))
-            keep = in_square(at, level + 4)
-            A += tl.where(keep, outer_kk, 0.0)
-            P += tl.where(keep, dot((q_unit * decay).to(dtype), tl.trans(both)), 0.0)
-        entering, leaving = entering_decay(before, totals, C), leaving_decay(after, totals, C)
-        carry = tl.exp(tl.sum(totals, axis=0))
+        for level in tl.range(4, widest_level(C) + 1, disable_licm=True):
+            part_kk, part_qk = _square(q_unit, k_unit, g_high, g_low, level, C, PARTS)
+            A += part_kk
+            P += part_qk
+        entering, leaving = entering_decay(g_high, g_low, C, PARTS), leaving_decay(g_high, g_low, C, PARTS)
+        carry = tl.exp(tl.sum(g, axis=0))
         if PACKED:
             entering = tl.where((document == previous)[:, None], entering, 0.0)
             leaving = tl.where((document == last)[:, None], leaving, 0.0)
@@ -177,9 +171,6 @@ def prepare(
         store_rows(queries + v_start, q_unit * entering, n * C, HV * K, key, C, T, K)
         here = (tl.arange(0, BK // BC) == channels)[None, :, None]
         kept = tl.where(here, tl.expand_dims((k_unit * leaving).to(dtype), 1), kept)
-    A_blocks = tl.where((within[:, None] > within[None, :])[None, :, :], A_blocks, 0.0)
-    P_blocks = tl.where((within[:, None] >= within[None, :])[None, :, :], P_blocks, 0.0)
-    A, P = A + on_diagonal(A_blocks, C), P + on_diagonal(P_blocks, C)
     if PACKED:
         same = document[:, None] == document[None, :]
         A, P = tl.where(same, A, 0.0), tl.where(same, P, 0.0)
@@ -394,24 +385,18 @@ def _sum_from(x, document, PACKED: tl.constexpr, PARTS: tl.constexpr, dtype: tl.
 
 
 @triton.jit
-def _exact_gradients(q_blocks, k_blocks, dA, dP, g_high, g_low, PARTS: tl.constexpr):
-    """What dA and dP [M,S,S] of `_exact_pairs` give to q, to k and to the sums of gates through each token [M,S,K]."""
+def _square_gradients(q_unit, k_unit, dA, dP, g_high, g_low, level, C: tl.constexpr, PARTS: tl.constexpr):
+    """What dA and dP [C,C] of `_square` give to q, to k and to the sums of gates through each token [C,channels]."""
     dtype: tl.constexpr = g_high.dtype
-    within = tl.arange(0, BLOCK)
-    dq, dk = tl.zeros(q_blocks.shape, tl.float32), tl.zeros(q_blocks.shape, tl.float32)
-    of_sums = tl.zeros(q_blocks.shape, tl.float32)
-    for level in tl.range(0, 4, disable_licm=True):
-        decay = inner_decay(g_high, g_low, level, PARTS)
-        keep = in_square(within, level)[None, :, :]
-        a, p = tl.where(keep, dA, 0.0).to(dtype), tl.where(keep, dP, 0.0).to(dtype)
-        k_decayed, q_decayed = (k_blocks * decay).to(dtype), (q_blocks * decay).to(dtype)
-        of_k = block_dot(a + tl.trans(a, 0, 2, 1), k_decayed) + block_dot(tl.trans(p, 0, 2, 1), q_decayed)
-        of_q = block_dot(p, k_decayed)
-        sign = tl.where(is_right(within, level), 1.0, -1.0)[None, :, None]
-        of_sums += sign * k_decayed * of_k + q_decayed * of_q
-        dk += decay * of_k
-        dq += decay * of_q
-    return dq, dk, of_sums
+    decay = square_decay(g_high, g_low, level, C, PARTS)
+    keep = in_square(level, C)
+    a, p = tl.where(keep, dA, 0.0).to(dtype), tl.where(keep, dP, 0.0).to(dtype)
+    k_decayed, q_decayed = (k_unit * decay).to(dtype), (q_unit * decay).to(dtype)
+    to_k = dot(a + tl.trans(a), k_decayed)
+    to_k += dot(tl.trans(p), q_decayed)
+    to_q = dot(p, k_decayed)
+    sign = tl.where(is_right(level, C), 1.0, -1.0)[:, None]
+    return decay * to_q, decay * to_k, sign * k_decayed * to_k + q_decayed * to_q
 
 
 @triton.jit
@@ -460,9 +445,8 @@ def input_gradients(
     n = (program // BLOCKS // H) % N
     b = (program // BLOCKS // H // N).to(tl.int64)
     R: tl.constexpr = HV // H
-    M: tl.constexpr = C // BLOCK
     dtype: tl.constexpr = k.dtype.element_ty
-    at, within = tl.arange(0, C), tl.arange(0, BLOCK)
+    at = tl.arange(0, C)
     start = (b * T * H + group) * K
     row = (b * HV + group * R) * (N * C) + n * C + at
     k_norm, q_norm = tl.load(k_norms + row), tl.load(q_norms + row)
@@ -481,58 +465,57 @@ def input_gradients(
         k_unit = load_rows(k + start, n * C, H * K, key, C, T, K) * k_norm[:, None]
         q_unit = load_rows(q + start, n * C, H * K, key, C, T, K) * q_norm[:, None]
         _, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
-        g_high, g_low, totals = gate_blocks(g, C, dtype)
-        sums = prefix(g_high, g_low, PARTS)
+        g_high, g_low = split(g, dtype)
         dA = tl.load(dpairs + chunk * (C * C) + at[:, None] * C + at[None, :])
         dP = tl.load(dattention + chunk * (C * C) + at[:, None] * C + at[None, :])
-        own = tl.sum(tl.where(at[:, None] == at[None, :], dP, 0.0).to(tl.float32), axis=1)[:, None]
         if PACKED:
             same = document[:, None] == document[None, :]
             dA, dP = tl.where(same, dA, 0.0), tl.where(same, dP, 0.0)
-        # Pairs within blocks of 16 tokens. The diagonal has no decay, and stays out of the gates' gradients. What a pair
-        # gives to both its tokens is the same product, to the last bit.
-        k_blocks, q_blocks = tl.reshape(k_unit, [M, BLOCK, BC]), tl.reshape(q_unit, [M, BLOCK, BC])
-        lower = (within[:, None] > within[None, :])[None, :, :]
-        a = tl.where(lower, diagonal(dA, M, BLOCK), 0.0).to(dtype)
-        p = tl.where(lower, diagonal(dP, M, BLOCK), 0.0).to(dtype)
-        dq_blocks, dk_blocks = tl.zeros([M, BLOCK, BC], tl.float32), tl.zeros([M, BLOCK, BC], tl.float32)
-        of_blocks = tl.zeros([M, BLOCK, BC], tl.float32)
+        # The diagonal has no decay, and stays out of the gates' gradients.
+        own = tl.sum(tl.where(at[:, None] == at[None, :], dP, 0.0).to(tl.float32), axis=1)[:, None]
+        dk_tile += own * q_unit
+        dq_tile += own * k_unit
+        # d loss / d (sum of gates from the chunk's start through i). What a pair gives to both its tokens is the same
+        # product, to the last bit.
+        of_sums = tl.zeros([C, BC], tl.float32)
+        # Pairs of different blocks of 16 tokens.
+        for level in tl.range(4, widest_level(C) + 1, disable_licm=True):
+            of_q, of_k, of_g = _square_gradients(q_unit, k_unit, dA, dP, g_high, g_low, level, C, PARTS)
+            dq_tile += of_q
+            dk_tile += of_k
+            of_sums += of_g
+        # Pairs within blocks.
+        a, p = tl.where(in_block(C), dA, 0.0).to(dtype), tl.where(in_block(C), dP, 0.0).to(dtype)
+        sums = block_sums(g_high, g_low, C, PARTS)
         if FORM != "bounded" or BOUND * BLOCK < STEEPEST:
-            lowest = tl.min(sums, axis=2)
+            lowest = tl.min(sums, axis=1)
             if tl.min(lowest) < STEEPEST:
-                steep = (lowest < STEEPEST)[:, :, None]
+                steep = (lowest < STEEPEST)[:, None]
                 steep_a, steep_p = tl.where(steep, a, 0.0).to(dtype), tl.where(steep, p, 0.0).to(dtype)
                 a, p = tl.where(steep, 0.0, a).to(dtype), tl.where(steep, 0.0, p).to(dtype)
-                dq_blocks, dk_blocks, of_blocks = _exact_gradients(
-                    q_blocks, k_blocks, steep_a, steep_p, g_high, g_low, PARTS
-                )
+                for level in tl.range(0, 4, disable_licm=True):
+                    of_q, of_k, of_g = _square_gradients(
+                        q_unit, k_unit, steep_a, steep_p, g_high, g_low, level, C, PARTS
+                    )
+                    dq_tile += of_q
+                    dk_tile += of_k
+                    of_sums += of_g
         rows, columns = row_decay(sums), column_decay(sums)
-        column = (k_blocks * columns).to(dtype)
-        k_row, q_row = (k_blocks * rows).to(dtype), (q_blocks * rows).to(dtype)
-        to_q, to_k = block_dot(p, column), block_dot(a, column)
-        to_column = block_dot(tl.trans(p, 0, 2, 1), q_row) + block_dot(tl.trans(a, 0, 2, 1), k_row)
-        of_blocks += q_row * to_q + k_row * to_k - column * to_column
-        dq_blocks += rows * to_q
-        dk_blocks += rows * to_k + columns * to_column
-        of_sums = tl.reshape(of_blocks, [C, BC])  # d loss / d (sum of gates from the chunk's start through i)
-        dk_tile += tl.reshape(dk_blocks, [C, BC]) + own * q_unit
-        dq_tile += tl.reshape(dq_blocks, [C, BC]) + own * k_unit
-        # Pairs of different blocks.
-        before, after = uncentred(rows), tl.exp(suffix(g_high, g_low, PARTS))
-        for level in tl.range(0, outer_levels(C), disable_licm=True):
-            decay = outer_decay(before, after, totals, level, C)
-            keep = in_square(at, level + 4)
-            a_square, p_square = tl.where(keep, dA, 0.0), tl.where(keep, dP, 0.0)
-            k_decayed, q_decayed = (k_unit * decay).to(dtype), (q_unit * decay).to(dtype)
-            of_k = dot(a_square + tl.trans(a_square), k_decayed) + dot(tl.trans(p_square), q_decayed)
-            of_q = dot(p_square, k_decayed)
-            sign = tl.where(is_right(at, level + 4), 1.0, -1.0)[:, None]
-            of_sums += sign * k_decayed * of_k + q_decayed * of_q
-            dk_tile += decay * of_k
-            dq_tile += decay * of_q
+        column = (k_unit * columns).to(dtype)
+        k_row, q_row = (k_unit * rows).to(dtype), (q_unit * rows).to(dtype)
+        to_q = dot(p, column)
+        of_sums += q_row * to_q
+        dq_tile += rows * to_q
+        to_k = dot(a, column)
+        of_sums += k_row * to_k
+        dk_tile += rows * to_k
+        to_column = dot(tl.trans(p), q_row)
+        to_column += dot(tl.trans(a), k_row)
+        of_sums -= column * to_column
+        dk_tile += columns * to_column
         # Through the states around the chunk.
-        entering, leaving = entering_decay(before, totals, C), leaving_decay(after, totals, C)
-        carry = tl.exp(tl.sum(totals, axis=0))
+        entering, leaving = entering_decay(g_high, g_low, C, PARTS), leaving_decay(g_high, g_low, C, PARTS)
+        carry = tl.exp(tl.sum(g, axis=0))
         if PACKED:
             entering = tl.where((document == previous)[:, None], entering, 0.0)
             leaving = tl.where((document == last)[:, None], leaving, 0.0)

@@ -8,14 +8,14 @@ of 2b tokens, rows from its right half and columns from its left half, where
 has two exponents <= 0 for any gates. A tile of decays [C, K] for width b holds the first factor in rows of right
 halves and the second in rows of left halves, so that one product k * decay serves as rows and as columns.
 
-Sums of gates within blocks of S = 16 tokens are products with 0/1 matrices: exactly the gates between, and none of a
-later token, enter a decay, not even in rounding. Decays over whole blocks come from the blocks' sums.
+Sums of gates are products with 0/1 matrices: exactly the gates between, and none of a later token, enter a decay, not
+even in rounding.
 
-Within a block one square does where its gates allow it: exp(G_i + CENTRE) exp(-G_j - CENTRE), with the sums G from the
-block's start, is in range down to G = STEEPEST. Tokens from which on it is not (their own gates and earlier ones
-decide) take the dyadic squares for their rows instead. Gates above STEEPEST / S never need them.
+Within a block of S = 16 tokens one square does where its gates allow it: exp(G_i + CENTRE) exp(-G_j - CENTRE), with the
+sums G from the block's start, is in range down to G = STEEPEST. Tokens from which on it is not (their own gates and
+earlier ones decide) take the dyadic squares for their rows instead. Gates above STEEPEST / S never need them.
 
-Shapes: C chunk, M = C / S blocks of tokens, K key dim (a tile's width).
+Shapes: C chunk, K key dim (a tile's width).
 """
 
 import triton
@@ -68,51 +68,26 @@ def log_decays(
 
 
 @triton.jit
-def block_dot(a, b):
-    """a [M,S,X] @ b [M,X,Y], block by block."""
-    if a.shape[0] == 1:
-        x = dot(tl.reshape(a, [a.shape[1], a.shape[2]]), tl.reshape(b, [b.shape[1], b.shape[2]]))
-        x = tl.reshape(x, [1, a.shape[1], b.shape[2]])
-    else:
-        x = dot(a, b)
-    return x
-
-
-@triton.jit
 def _sums(keep, high, low, PARTS: tl.constexpr):
-    """Of each row the gates that `keep` [S,S] selects, summed: [M,S,K]."""
-    matrix = tl.broadcast_to(keep[None, :, :].to(high.dtype), [high.shape[0], BLOCK, BLOCK])
-    x = block_dot(matrix, high)
+    """Of each row the gates that `keep` [C,C] selects, summed [C,K]; g as high and low part."""
+    matrix = keep.to(high.dtype)
+    x = dot(matrix, high)
     if PARTS == 2:
-        x += block_dot(matrix, low)
+        x += dot(matrix, low)
     return x
 
 
 @triton.jit
-def gate_blocks(g, C: tl.constexpr, dtype: tl.constexpr):
-    """What the sums below are taken of: g as [M,S,K], high and low part, and each block's sum [M,K]."""
-    g = tl.reshape(g, [C // BLOCK, BLOCK, g.shape[1]])
-    high, low = split(g, dtype)
-    return high, low, tl.sum(g, axis=1)
-
-
-@triton.jit
-def prefix(high, low, PARTS: tl.constexpr):
-    """The gates from the block's start through each token, summed [M,S,K]."""
-    at = tl.arange(0, BLOCK)
-    return _sums(at[None, :] <= at[:, None], high, low, PARTS)
-
-
-@triton.jit
-def suffix(high, low, PARTS: tl.constexpr):
-    """The gates after each token to the block's end, summed [M,S,K]."""
-    at = tl.arange(0, BLOCK)
-    return _sums(at[None, :] > at[:, None], high, low, PARTS)
+def block_sums(high, low, C: tl.constexpr, PARTS: tl.constexpr):
+    """G: the gates from the block's start through each token, summed [C,K]."""
+    at = tl.arange(0, C)
+    row, column = at[:, None], at[None, :]
+    return _sums((column <= row) & (row // BLOCK == column // BLOCK), high, low, PARTS)
 
 
 @triton.jit
 def row_decay(sums):
-    """exp(G + CENTRE) of the sums of `prefix`."""
+    """exp(G + CENTRE)."""
     return tl.exp(sums + CENTRE)
 
 
@@ -123,77 +98,53 @@ def column_decay(sums):
 
 
 @triton.jit
-def uncentred(rows):
-    """exp(G) of exp(G + CENTRE)."""
-    return rows * 1.6038108905486378e-28  # exp(-CENTRE)
+def in_block(C: tl.constexpr):
+    """Whether (row, column) are a pair j < i of one block [C,C]."""
+    at = tl.arange(0, C)
+    row, column = at[:, None], at[None, :]
+    return (column < row) & (row // BLOCK == column // BLOCK)
 
 
 @triton.jit
-def is_right(at, level):
-    """Whether `at` lies in the right half of its run of 2b, b = 2^level."""
-    return ((at >> level) & 1) == 1
+def is_right(level, C: tl.constexpr):
+    """Whether tokens lie in the right half of their run of 2b, b = 2^level [C]."""
+    return ((tl.arange(0, C) >> level) & 1) == 1
 
 
 @triton.jit
-def in_square(at, level):
-    """Whether (row, column) are right and left half of one run of 2b: [n, n]."""
-    runs = at >> (level + 1)
-    return (runs[:, None] == runs[None, :]) & is_right(at, level)[:, None] & (is_right(at, level) == 0)[None, :]
+def in_square(level, C: tl.constexpr):
+    """Whether (row, column) are in the right and left half of one run of 2b, b = 2^level [C,C]."""
+    runs = tl.arange(0, C) >> (level + 1)
+    right = is_right(level, C)
+    return (runs[:, None] == runs[None, :]) & right[:, None] & (right == 0)[None, :]
 
 
 @triton.jit
-def inner_decay(high, low, level, PARTS: tl.constexpr):
-    """The tile of decays for squares of width b = 2^level < S: [M,S,K]."""
-    at = tl.arange(0, BLOCK)
+def square_decay(high, low, level, C: tl.constexpr, PARTS: tl.constexpr):
+    """The tile of decays for squares of width b = 2^level [C,K]."""
+    at = tl.arange(0, C)
     row, column = at[:, None], at[None, :]
     middle = ((row >> level) | 1) << level
     through = (middle <= column) & (column <= row)
     after = (row < column) & (column < middle)
-    return tl.exp(_sums(tl.where(row >= middle, through, after), high, low, PARTS))
+    return tl.exp(_sums(((row >= middle) & through) | ((row < middle) & after), high, low, PARTS))
 
 
 @triton.jit
-def _between(totals, keep):
-    """exp of the sums of those blocks that `keep` [M,M] selects for each block: [M,1,K]."""
-    sums = tl.sum(tl.where(keep[:, :, None], totals[None, :, :], 0.0), axis=1)
-    return tl.exp(tl.expand_dims(sums, 1))
+def widest_level(C: tl.constexpr):
+    """The level of the widest square of a chunk."""
+    return 3 if C == 16 else 4 if C == 32 else 5
 
 
 @triton.jit
-def outer_levels(C: tl.constexpr):
-    """How many widths squares of whole blocks have in a chunk."""
-    return 0 if C == 16 else 1 if C == 32 else 2
-
-
-@triton.jit
-def outer_decay(before, after, totals, level, C: tl.constexpr):
-    """The tile of decays for squares of 2^level >= 1 blocks, from exp of `prefix` and of `suffix`: [C,K]."""
-    at = tl.arange(0, C // BLOCK)
-    row, column = at[:, None], at[None, :]
-    middle = ((row >> level) | 1) << level
-    keep = tl.where(row >= middle, (middle <= column) & (column < row), (row < column) & (column < middle))
-    x = tl.where(is_right(at, level)[:, None, None], before, after) * _between(totals, keep)
-    return tl.reshape(x, [C, x.shape[2]])
-
-
-@triton.jit
-def entering_decay(before, totals, C: tl.constexpr):
+def entering_decay(high, low, C: tl.constexpr, PARTS: tl.constexpr):
     """The decay from the chunk's start through each token [C,K]."""
-    at = tl.arange(0, C // BLOCK)
-    return tl.reshape(before * _between(totals, at[None, :] < at[:, None]), [C, before.shape[2]])
+    at = tl.arange(0, C)
+    return tl.exp(_sums(at[None, :] <= at[:, None], high, low, PARTS))
 
 
 @triton.jit
-def leaving_decay(after, totals, C: tl.constexpr):
+def leaving_decay(high, low, C: tl.constexpr, PARTS: tl.constexpr):
     """The decay after each token to the chunk's end [C,K]."""
-    at = tl.arange(0, C // BLOCK)
-    return tl.reshape(after * _between(totals, at[None, :] > at[:, None]), [C, after.shape[2]])
-
-
-@triton.jit
-def on_diagonal(blocks, C: tl.constexpr):
-    """[C, C] with `blocks` [M,S,S] on its diagonal and zeros elsewhere."""
-    count: tl.constexpr = C // BLOCK
-    at = tl.arange(0, count)
-    same = at[:, None, None, None] == at[None, None, :, None]
-    return tl.reshape(tl.where(same, tl.reshape(blocks, [count, BLOCK, 1, BLOCK]), 0.0), [C, C])
+    at = tl.arange(0, C)
+    return tl.exp(_sums(at[None, :] > at[:, None], high, low, PARTS))

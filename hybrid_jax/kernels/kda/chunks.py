@@ -130,6 +130,7 @@ def prepare(
 
     A, P = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     kept = tl.zeros([C, BK // BC, BC], dtype)  # Lambda K
+    kept_low = kept
     for channels in tl.range(0, BK // BC, disable_licm=True):
         key = channels * BC + tl.arange(0, BC)
         k_unit = load_rows(k + start, n * C, H * K, key, C, T, K) * k_norm[:, None]
@@ -170,7 +171,10 @@ def prepare(
         store_rows(readers + v_start, k_unit * entering, n * C, HV * K, key, C, T, K)
         store_rows(queries + v_start, q_unit * entering, n * C, HV * K, key, C, T, K)
         here = (tl.arange(0, BK // BC) == channels)[None, :, None]
-        kept = tl.where(here, tl.expand_dims((k_unit * leaving).to(dtype), 1), kept)
+        high, low = split(k_unit * leaving, dtype)
+        kept = tl.where(here, tl.expand_dims(high, 1), kept)
+        if PARTS == 2:
+            kept_low = tl.where(here, tl.expand_dims(low, 1), kept_low)
     if PACKED:
         same = document[:, None] == document[None, :]
         A, P = tl.where(same, A, 0.0), tl.where(same, P, 0.0)
@@ -180,6 +184,8 @@ def prepare(
     x = store_inverse(inverse, chunk, A * strength[:, None], strength, C, PARTS)
     high, low = split(tl.trans(x), dtype)
     writer = apply(high, low, tl.reshape(kept, [C, BK]), PARTS)
+    if PARTS == 2:  # X of similar keys is a small difference of large terms
+        writer += dot(high, tl.reshape(kept_low, [C, BK]))
     store_rows(writers + v_start, writer, n * C, HV * K, all_keys, C, T, K)
 
 

@@ -220,8 +220,9 @@ def _check_triton(model: ModelConfig) -> None:
                 f"config.kernels.backend: {NAMES[symbol]} has no 'triton' implementation; use auto, which picks "
                 "triton for the mixers that have one, or chunked"
             )
-        if op == "gdn" and (reason := support.unfit_heads(op, model.gdn.head_dim, model.gdn.v_head_dim)):
-            raise UserError(f"config.kernels.backend: triton cannot run model.gdn: {reason}; use auto or chunked")
+        heads = getattr(model, op)
+        if reason := support.unfit_heads(op, heads.head_dim, heads.v_head_dim):
+            raise UserError(f"config.kernels.backend: triton cannot run model.{op}: {reason}; use auto or chunked")
 
 
 def mesh_shape(mesh: MeshConfig, num_devices: int) -> tuple[int, int, int]:

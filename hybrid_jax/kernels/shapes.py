@@ -192,9 +192,9 @@ def program(shape: Shape, backend: str, backward: bool = True) -> tuple[Callable
 
     def forward(inputs):
         if shape.gate:
-            names = ("A_log", "dt_bias")
-            gate = Gate(*(inputs[name] for name in names), BOUND if shape.gate == "bounded" else None)
-            inputs = {name: x for name, x in inputs.items() if name not in names} | {"gate": gate}
+            inputs = dict(inputs)
+            bound = BOUND if shape.gate == "bounded" else None
+            inputs["gate"] = Gate(inputs.pop("A_log"), inputs.pop("dt_bias"), bound)
         out = op(**inputs, backend=backend)
         if shape.op == "attention":
             return {"o": out}
@@ -212,8 +212,8 @@ def program(shape: Shape, backend: str, backward: bool = True) -> tuple[Callable
 def inputs(shape: Shape, seed: int = 0) -> dict[str, jax.Array]:
     """Random arrays for `arguments(shape)`, the same on every machine: normal, but for
 
-    g = -exp(normal - 1) where they are log decays, beta = sigmoid(normal), dt = softplus(normal - 1), A = -exp(normal / 2), and documents
-    that end anywhere, at least one border a packed row of two tokens or more.
+    g = -exp(normal - 1) where they are log decays, beta = sigmoid(normal), dt = softplus(normal - 1),
+    A = -exp(normal / 2), and documents that end anywhere, at least one border a packed row of two tokens or more.
     """
     rng = np.random.default_rng([seed, 0])
     drawn = {name: _draw(name, kind, rng) for name, kind in arguments(shape).items()}

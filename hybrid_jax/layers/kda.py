@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hybrid_jax.kernels.kda import kda
-from hybrid_jax.kernels.precision import upcast
+from hybrid_jax.kernels.kda.gates import Gate
 from hybrid_jax.layers.context import Context
 from hybrid_jax.layers.delta import DeltaMixer
 from hybrid_jax.layers.gates import a_log_init, dt_bias_init
@@ -19,7 +19,8 @@ from hybrid_jax.layers.norm import norm_then_gate
 class KDA(DeltaMixer):
     """Gated DeltaNet with one decay a key channel, from a low-rank projection f = W_fb W_fa x (rank V).
 
-    g = -exp(A_log) softplus(f + dt_bias), or with lower_bound: g = lower_bound sigmoid(exp(A_log)(f + dt_bias)).
+    g = -exp(A_log) softplus(f + dt_bias), or with lower_bound: g = lower_bound sigmoid(exp(A_log)(f + dt_bias)), see
+    kernels.kda.gates.
     y = W_o [rms(o) * sigmoid(W_gb W_ga x + bias)], the gate also of rank V. Gates and state in fp32.
     """
 
@@ -36,22 +37,14 @@ class KDA(DeltaMixer):
         self.A_log = nnx.Param(A_log)
         self.dt_bias = nnx.Param(dt_bias_init(rngs, cfg.num_v_heads * self.key_dim))
 
-    def log_decay(self, f: jax.Array) -> jax.Array:
-        """Raw f [B, T, HV*K] -> log decay [B, T, HV, K] fp32, <= 0."""
-        f = upcast(f) + self.dt_bias[...]
-        f = f.reshape(*f.shape[:-1], self.cfg.num_v_heads, self.key_dim)
-        rate = jnp.exp(self.A_log[...])[:, None]
-        if self.cfg.lower_bound:
-            return self.cfg.lower_bound * jax.nn.sigmoid(rate * f)
-        return -rate * jax.nn.softplus(f)
-
     def __call__(self, x: jax.Array, ctx: Context, state: dict | None = None):
         """x [B, T, D] -> ([B, T, D], new state)."""
         (q, k, v, beta), (f, gate), new_state = self.project(x, [self.f_a_proj, self.g_a_proj], ctx, state)
-        g = self.log_decay(self.f_b_proj(f))
+        f = self.f_b_proj(f).reshape(*v.shape[:3], self.key_dim)
+        decay = Gate(self.A_log[...], self.dt_bias[...].reshape(f.shape[2:]), self.cfg.lower_bound or None)
         before = None if state is None else state["ssm"]
         o, new_state["ssm"] = kda(
-            q, k, v, g, beta, initial_state=before, segment_ids=ctx.segment_ids, backend=ctx.backend
+            q, k, v, f, beta, gate=decay, initial_state=before, segment_ids=ctx.segment_ids, backend=ctx.backend
         )
         gate = self.g_b_proj(gate).reshape(o.shape)
         o = norm_then_gate(o, gate, self.o_norm.weight[...], self.o_norm.eps, "sigmoid")

@@ -20,9 +20,10 @@ from hybrid_jax.kernels import launch
 from hybrid_jax.kernels.delta.scans import scan
 
 # What the constants of a row of the tile tables may be: chunk length, widths of blocks of values and of channels.
-CHUNKS = {"C": (16, 32, 64)}
-VALUES = {"BV": (16, 32, 64, 128, 256, 512)}  # at most V's power of two is used
-CHANNELS = {"BC": (16, 32, 64, 128, 256)}  # at most K's power of two is used
+Constants = Mapping[str, Sequence[int]]
+CHUNKS: Constants = {"C": (16, 32, 64)}
+VALUES: Constants = {"BV": (16, 32, 64, 128, 256, 512)}  # at most V's power of two is used
+CHANNELS: Constants = {"BC": (16, 32, 64, 128, 256)}  # at most K's power of two is used
 _SCANS = dict.fromkeys(("scan", "scan_narrow", "reverse_scan", "reverse_scan_narrow"), VALUES)  # narrow: few heads
 
 # Programs that keep a device's multiprocessors busy in the scans (an H200 has 132, an MI355X 256, an MI300X 304).
@@ -141,7 +142,7 @@ def shape_class(K: int, dtype, least: int) -> str:
     return f"k{max(least, triton.next_power_of_2(K))}" + ("_fp32" if dtype == jnp.float32 else "")
 
 
-def make_plan(op: str, name: str, kernels: Mapping[str, Mapping[str, Sequence[int]]], q, v, packed: bool) -> Plan:
+def make_plan(op: str, name: str, kernels: Mapping[str, Constants], q, v, packed: bool) -> Plan:
     """The plan for q [B,T,H,K] and v [B,T,HV,V] of one type, from shape class `name` of the tile tables of `op`.
 
     kernels: the rows of a shape class beside those of the scans, each with its constants and their values. The table's
@@ -151,7 +152,7 @@ def make_plan(op: str, name: str, kernels: Mapping[str, Mapping[str, Sequence[in
     HV, V = v.shape[2:]
     arch = launch.architecture()
     tiles = {}
-    for row, tile in launch.tiles(op, name, arch, _SCANS | kernels).items():
+    for row, tile in launch.tiles(op, name, arch, {**_SCANS, **kernels}).items():
         constants = dict(tile.constants)
         if row == "prepare":
             largest = constants.pop("C")

@@ -48,7 +48,6 @@ from hybrid_jax.kernels.delta.plan import Plan
 from hybrid_jax.kernels.delta.scans import reverse_scan, scan
 from hybrid_jax.kernels.gdn.chunks import key_gradients, output, prepare, query_gradients
 
-
 _ROWS = {"prepare": planning.CHUNKS} | dict.fromkeys(("output", "query_gradients", "key_gradients"), planning.VALUES)
 
 

@@ -18,7 +18,8 @@ from hybrid_jax.kernels.kda.reference import kda_reference
 def _of_log_decays(backend, lower_bound, q, k, v, g, beta, scale, initial_state, segment_ids, *parameters):
     """A backend that takes log decays, given raw gates: the decays are made here."""
     if parameters:
-        g = log_decay(g, Gate(*parameters, lower_bound))
+        A_log, dt_bias = parameters
+        g = log_decay(g, Gate(A_log, dt_bias, lower_bound))
     return backend(q, k, v, g, beta, scale, initial_state, segment_ids)
 
 
@@ -61,10 +62,10 @@ def kda(
     """S <- diag(exp(g_t)) S;  S <- S + beta_t k_t (v_t - k_t^T S)^T;  o_t = scale q_t^T S.
 
     g [B, T, HV, K] fp32: the natural logarithm of each key channel's decay, <= 0 and otherwise of any size. With a
-    `gate`, g is instead the raw projection f, of any floating-point type, and the decays are kernels.kda.gates.log_decay
-    of it; its gradients and those of the gate's parameters come out. The triton backend computes both inside its
-    kernels, where f costs half the memory of the decays. All other arguments, the results and the errors raised are
-    those of kernels.gdn.gdn.
+    `gate`, g is instead the raw projection f, of any floating-point type, and the decays are log_decay(f, gate) of
+    kernels.kda.gates; gradients are those of f and of the gate's parameters. The triton backend computes both inside
+    its kernels. All other arguments, the results and the errors raised are those of kernels.gdn.gdn; ValueError for a
+    lower bound that is not below 0.
     """
     gate_shape = (*v.shape[:3], q.shape[-1])
     options = (scale, initial_state, segment_ids)

@@ -47,7 +47,6 @@ def _documents(documents, b, n, T: tl.constexpr, C: tl.constexpr):
 def _exact_pairs(q_unit, k_unit, g_high, g_low, C: tl.constexpr, PARTS: tl.constexpr):
     """Decayed products of all pairs j < i of one block of 16 tokens, and of q_i with k_i, whatever the gates:
     (k_i . k_j, q_i . k_j), each [C,C]."""
-    dtype: tl.constexpr = g_high.dtype
     at = tl.arange(0, C)
     qk = tl.where(at[:, None] == at[None, :], tl.sum(q_unit * k_unit, axis=1)[:, None], 0.0)
     kk = tl.zeros([C, C], tl.float32)
@@ -125,6 +124,7 @@ def prepare(
     row = (b * HV + head) * (N * C) + n * C + at
     tl.store(q_norms + row, q_norm)
     tl.store(k_norms + row, k_norm)
+    document, previous, last = at, 0, 0
     if PACKED:
         document, previous, last = _documents(documents, b, n, T, C)
 
@@ -138,7 +138,7 @@ def prepare(
         _, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
         g_high, g_low = split(g, dtype)
         # Pairs within blocks of 16 tokens.
-        sums = block_sums(g_high, g_low, C, PARTS)
+        sums = block_sums(g_high, g_low, document, C, PACKED, PARTS)
         rows = row_decay(sums)
         high, low = split(k_unit * rows, dtype)
         column, column_low = split(k_unit * column_decay(sums), dtype)
@@ -441,8 +441,8 @@ def input_gradients(
     PACKED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """dq, dk [B,T,H,K] and dgates [B,T,HV,K] from what the kernels before found: one program a chunk, q/k head and block
-    of BC channels. of_gates [B,N,HV,2,K]: the chunk's sums for d A_log and d dt_bias.
+    """dq, dk [B,T,H,K] and dgates [B,T,HV,K] from what the other kernels found: one program a chunk, q/k head and
+    block of BC channels. of_gates [B,N,HV,2,K]: the chunk's sums for d A_log and d dt_bias.
     """
     BLOCKS: tl.constexpr = BK // BC
     program = tl.program_id(0)
@@ -492,7 +492,7 @@ def input_gradients(
             of_sums += of_g
         # Pairs within blocks.
         a, p = tl.where(in_block(C), dA, 0.0).to(dtype), tl.where(in_block(C), dP, 0.0).to(dtype)
-        sums = block_sums(g_high, g_low, C, PARTS)
+        sums = block_sums(g_high, g_low, document, C, PACKED, PARTS)
         if FORM != "bounded" or BOUND * BLOCK < STEEPEST:
             lowest = tl.min(sums, axis=1)
             if tl.min(lowest) < STEEPEST:

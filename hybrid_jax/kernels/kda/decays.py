@@ -8,8 +8,8 @@ of 2b tokens, rows from its right half and columns from its left half, where
 has two exponents <= 0 for any gates. A tile of decays [C, K] for width b holds the first factor in rows of right
 halves and the second in rows of left halves, so that one product k * decay serves as rows and as columns.
 
-Sums of gates are products with 0/1 matrices: exactly the gates between, and none of a later token, enter a decay, not
-even in rounding.
+Sums of gates are products with 0/1 matrices: exactly the gates between, and none of a later token or another document,
+enter a decay, not even in rounding.
 
 Within a block of S = 16 tokens one square does where its gates allow it: exp(G_i + CENTRE) exp(-G_j - CENTRE), with the
 sums G from the block's start, is in range down to G = STEEPEST. Tokens from which on it is not (their own gates and
@@ -21,8 +21,7 @@ Shapes: C chunk, K key dim (a tile's width).
 import triton
 import triton.language as tl
 
-from hybrid_jax.kernels.device import BLOCK, dot, load_rows, split
-
+from hybrid_jax.kernels.device import BLOCK, dot, load_rows
 
 # exp(64) and exp(-64) leave ten decimal digits to the end of the range of fp32 and of bf16, for what they multiply.
 STEEPEST, CENTRE = tl.constexpr(-128.0), tl.constexpr(64.0)
@@ -78,11 +77,14 @@ def _sums(keep, high, low, PARTS: tl.constexpr):
 
 
 @triton.jit
-def block_sums(high, low, C: tl.constexpr, PARTS: tl.constexpr):
-    """G: the gates from the block's start through each token, summed [C,K]."""
+def block_sums(high, low, document, C: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr):
+    """G: the gates from the block's start through each token, those of its document summed [C,K]."""
     at = tl.arange(0, C)
     row, column = at[:, None], at[None, :]
-    return _sums((column <= row) & (row // BLOCK == column // BLOCK), high, low, PARTS)
+    keep = (column <= row) & (row // BLOCK == column // BLOCK)
+    if PACKED:
+        keep = keep & (document[:, None] == document[None, :])
+    return _sums(keep, high, low, PARTS)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
-"""Kimi Delta Attention in Triton: six kernels for forward and backward, as in kernels.gdn.triton, with a decay a channel.
+"""Kimi Delta Attention in Triton: kernels as in kernels.gdn.triton, with a decay for each key channel:
 
-    E = V - (gamma K) S,  V' = T' E,  S <- diag(gamma_C) S + X^T E,  X = T'^T (Lambda K),  o = (scale gamma Q) S + P V',
+    E = V - (gamma K) S,  V' = T' E,  o = (scale gamma Q) S + P V',
+    S <- diag(gamma_C) S + X^T E,  X = T'^T (Lambda K),
 
 gamma_i the decays from the chunk's start through token i, Lambda_j those after j to its end, both at most 1. What is
 multiplied with decays (gamma K, scale gamma Q, X) is written once, by `prepare`, as are T' and P, whose pairs of
@@ -11,18 +12,27 @@ The log decays g come from the raw gate inside the kernels, forward and again ba
     softplus: g = -exp(A_log) softplus(f + dt_bias);  bounded: g = lower_bound sigmoid(exp(A_log) (f + dt_bias)).
 
 Forward: `prepare` (each chunk alone), `scan` (the state before each chunk), `output` (each chunk alone). Backward:
-`prepare` again, `value_gradients` (each chunk alone), `reverse_scan`, `input_gradients` (each chunk alone). Saved
-between them: the inputs and the states. Sums of gates' derivatives run over the pairs of a chunk in which a gate lies;
-both tokens of a pair add the same product, so that pairs in which it does not lie cancel exactly.
+`prepare` again, `value_gradients` (each chunk alone: what follows from do), `reverse_scan`, `state_gradients` (each
+chunk alone: what follows from dV and the gradients of the states), `input_gradients` (each chunk and block of channels
+alone: all that is elementwise in channels). Saved between forward and backward: the inputs and the states.
+
+Gradients of u = x / |x| become those of x by taking out what lies along u. That needs a sum over all channels, which
+the blocks of channels do not have; it follows from vectors over values: with sigma = u . d loss / d u,
+
+    sigma_q = do . o = rowsum(dP * P) + rowsum((scale gamma Q) * (do S^T)),    sigma_k = 2 dV . V' / beta - dV . V
+
+(a key counts once as what reads the state and once as what writes it). Sums of gates' derivatives run over the pairs
+of a chunk in which a gate lies; both tokens of a pair add the same product, so that pairs in which it does not lie
+cancel exactly.
 
 Precision with bf16 inputs: as in kernels.gdn.triton; gates, decays and their sums are fp32, decayed keys and queries
-are rounded to bf16 for the dots, and those of A keep 16 bits.
+are rounded to bf16 for the dots, and those of A and X keep 16 bits.
 
-Bytes a token and value head, R value heads a q/k head, C = 64, bf16, q and k read once a group thanks to the cache:
-prepare 4K/R + 8K + 384; scan 4K + 2V + KV/32; output 4K + 4V + 384 + KV/32; value_gradients 2K + 8V + 512 + KV/32;
-reverse_scan 6K + 6V + KV/32; input_gradients 8K/R + 4K + 6V + 128 + KV/16. With `prepare` twice 16K/R + 36K + 26V +
-1792 + 3KV/16: for K = 32, V = 64, R = 1 5.5 KB, for K = V = 128 14.6 KB. Reading and writing every tensor of forward
-and backward once takes 12K/R + 6K + 8V bytes and 6V more.
+Bytes a token and value head, R value heads a q/k head, bf16, q and k read once a group thanks to the cache: prepare
+4K/R + 8K + 6C + 8; scan 4K + 2V + 2KV/C; output 4K + 4V + 6C + 2KV/C; value_gradients 6K + 8V + 8C + 2KV/C;
+reverse_scan 6K + 6V + 2KV/C; state_gradients 4K + 6V + 2C + 4KV/C; input_gradients 8K/R + 10K + 4C. With `prepare`
+twice 16K/R + 50K + 26V + 32C + 12KV/C: for K = 32, V = 64, R = 1, C = 16 5.8 KB, for K = V = 128, C = 32 19 KB. Reading
+and writing every tensor of forward and backward once takes 12K/R + 6K + 14V bytes.
 
 Shapes: B batch, T time, H q/k heads, R value heads per q/k head, HV = H R, K key dim, V value dim, N chunks, C chunk.
 """
@@ -52,7 +62,7 @@ class _Options(NamedTuple):
 
 
 _ROWS = {
-    "prepare": planning.CHUNKS | planning.CHANNELS,
+    "prepare": {**planning.CHUNKS, **planning.CHANNELS},
     "output": planning.VALUES,
     "value_gradients": planning.VALUES,
     "state_gradients": planning.VALUES,
@@ -70,9 +80,9 @@ def _plan(q, v, packed: bool) -> Plan:
 
 
 def _of_gates(plan: Plan, options: _Options):
-    return {"SCALE": options.scale, "FORM": options.form, "BOUND": options.bound, "PACKED": options.packed} | {
-        "PARTS": plan.parts
-    }
+    """Constants of the kernels that see the gates."""
+    constants = {"SCALE": options.scale, "FORM": options.form, "BOUND": options.bound}
+    return constants | {"PACKED": options.packed, "PARTS": plan.parts}
 
 
 def _prepare(plan: Plan, options: _Options, inputs):
@@ -90,13 +100,13 @@ def _kda(options, q, k, v, gates, A_log, dt_bias, beta, initial_state, documents
 
 def _forward(options, q, k, v, gates, A_log, dt_bias, beta, initial_state, documents):
     plan = _plan(q, v, options.packed)
-    inputs = (q, k, gates, A_log, dt_bias, beta, documents)
-    inverse, readers, queries, writers, attention, carries, *_ = _prepare(plan, options, inputs)
+    raw = (q, k, gates, A_log, dt_bias, beta, documents)
+    inverse, readers, queries, writers, attention, carries, *_ = _prepare(plan, options, raw)
     states, final = _scan(plan, scan, (readers, v, writers, carries, carries), initial_state)
     programs = plan.B * plan.chunks * plan.HV * plan.blocks(output)
     constants = {"V": plan.V, "PARTS": plan.parts}
-    inputs = (readers, queries, v, inverse, attention, states)
-    (o,) = plan.launch(output, inputs, [plan.per_value], programs, constants)
+    seen = (readers, queries, v, inverse, attention, states)
+    (o,) = plan.launch(output, seen, [plan.per_value], programs, constants)
     o, states = checkpoint_name(o, RESIDUAL), checkpoint_name(states, RESIDUAL)
     return (o, final), (q, k, v, gates, A_log, dt_bias, beta, documents, states)
 
@@ -105,23 +115,33 @@ def _backward(options, saved, cotangents):
     q, k, v, gates, A_log, dt_bias, beta, documents, states = saved
     do, dfinal = cotangents
     plan = _plan(q, v, options.packed)
+    programs, vector = plan.B * plan.chunks * plan.HV, plan.vector
     raw = (q, k, gates, A_log, dt_bias, beta, documents)
     inverse, readers, queries, writers, attention, carries, *norms = _prepare(plan, options, raw)
-    programs = plan.B * plan.chunks * plan.HV
-    inputs = (readers, queries, v, do, inverse, attention, states)
-    outputs = (plan.per_value, plan.per_value, plan.pairs, plan.per_key, plan.vector)
     values, dv_local, *of_queries = plan.launch(
-        value_gradients, inputs, outputs, programs, {"V": plan.V, "PARTS": plan.parts}
+        value_gradients,
+        (readers, queries, v, do, inverse, attention, states),
+        (plan.per_value, plan.per_value, plan.pairs, plan.per_key, vector),
+        programs,
+        {"V": plan.V, "PARTS": plan.parts},
     )
     scanned = (queries, readers, do, dv_local, carries, writers, carries, carries)
     dv, dstates, dinitial = _scan(plan, reverse_scan, scanned, dfinal, [plan.per_value])
-    inputs = (v, beta, values, dv, states, dstates)
-    outputs = (plan.pairs, plan.per_key, plan.per_key, carries, plan.vector, beta)
-    *of_keys, dbeta = plan.launch(state_gradients, inputs, outputs, programs, {"V": plan.V})
-    inputs = (q, k, gates, A_log, dt_bias, documents, *norms, *of_queries, *of_keys)
+    *of_keys, dbeta = plan.launch(
+        state_gradients,
+        (v, beta, values, dv, states, dstates),
+        (plan.pairs, plan.per_key, plan.per_key, carries, vector, beta),
+        programs,
+        {"V": plan.V},
+    )
     sums = plan.shape(plan.B, plan.chunks, plan.HV, 2, plan.K, dtype=jnp.float32)
-    programs = plan.B * plan.chunks * plan.H * plan.channel_blocks(input_gradients)
-    dq, dk, dgates, sums = plan.launch(input_gradients, inputs, (q, k, gates, sums), programs, _of_gates(plan, options))
+    dq, dk, dgates, sums = plan.launch(
+        input_gradients,
+        (q, k, gates, A_log, dt_bias, documents, *norms, *of_queries, *of_keys),
+        (q, k, gates, sums),
+        plan.B * plan.chunks * plan.H * plan.channel_blocks(input_gradients),
+        _of_gates(plan, options),
+    )
     if options.form == "log":
         dA_log, ddt_bias = jnp.zeros_like(A_log), jnp.zeros_like(dt_bias)
     else:

@@ -43,7 +43,7 @@ help:
 	@echo "make demo      train a small hybrid model on this Python's own library: minutes on 2 CPU cores"
 	@echo "make test      the tests, on the CPU"
 	@echo "make test-gpu  the tests that need a GPU"
-	@echo "make mutants   plant thirteen faults, one at a time: each must make its test fail"
+	@echo "make mutants   plant fifteen faults, one at a time: each must make its test fail"
 	@echo "make lint      ruff, mypy, codespell"
 	@echo "make amd       compile every GPU kernel for AMD Instinct, on any machine"
 	@echo "make bench     time the kernels on this machine"

@@ -1,4 +1,4 @@
-"""Thirteen faults, planted one at a time: each must make its test fail (`make mutants`).
+"""Fifteen faults, planted one at a time: each must make its test fail (`make mutants`).
 
 A fault replaces one exact piece of source text in a copy of the tree; then its test runs there. The same
 tests must pass in a copy without a fault. The command fails when a fault no longer applies, or when its test
@@ -126,24 +126,40 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "kernel: a segment forgets the ones before the last",
-        "hybrid_jax/kernels/gdn/triton.py",
-        "            if here != order[0]:",
-        "            if False:",
-        "tests/kernels/test_gdn_triton.py::test_rows_in_segments[correlated keys, slow decay-False]",
+        "hybrid_jax/kernels/delta/plan.py",
+        "                if here != order[0]:",
+        "                if False:",
+        "tests/kernels/test_delta_triton.py::test_rows_in_segments[correlated keys, slow decay-False-gdn]",
     ),
     Mutant(
         "kernel: the diagonal in the gates' gradient",
         "hybrid_jax/kernels/gdn/chunks.py",
         "D = tl.where(at[:, None] > at[None, :], _pair_decays(",
         "D = tl.where(at[:, None] >= at[None, :], _pair_decays(",
-        "tests/kernels/test_gdn_triton.py::test_matches_float64_recurrence[g = -20]",
+        "tests/kernels/test_delta_triton.py::test_matches_float64_recurrence[g = -20-gdn]",
     ),
     Mutant(
         "kernel: gates of other documents in a sum",
         "hybrid_jax/kernels/device.py",
         "return tl.where(document == other, x, 0.0) + y, other",
         "return x + y, other",
-        "tests/kernels/test_gdn_triton.py::test_keeps_documents_apart",
+        "tests/kernels/test_delta_triton.py::test_keeps_documents_apart[gdn]",
+    ),
+    Mutant(
+        "kernel: gates of other documents in the sums of channels",
+        "hybrid_jax/kernels/kda/decays.py",
+        "        keep = keep & (document[:, None] == document[None, :])",
+        "        keep = keep",
+        "tests/kernels/test_delta_triton.py::test_keeps_documents_apart[kda]",
+    ),
+    Mutant(
+        "kernel: one square for steep tokens too",
+        "hybrid_jax/kernels/kda/chunks.py",
+        """            if tl.min(lowest) < STEEPEST:
+                exact_kk,""",
+        """            if tl.min(lowest) < -1e30:
+                exact_kk,""",
+        "tests/kernels/test_delta_triton.py::test_steep_tokens_take_exact_squares",
     ),
 )
 

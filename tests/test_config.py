@@ -174,10 +174,12 @@ def test_values_of_the_wrong_kind(key, text, words):
         ({"train.profile_steps": "601:603"}, "config.train.profile_steps"),
         ({"train.sequence_length": "4194304"}, "config.train.sequence_length"),
         ({"model.pattern": "*-", "train.sequence_length": "5000000"}, "config.train.sequence_length"),
-        ({"kernels.backend": "triton"}, "config.kernels.backend"),  # K and S have no such kernels
+        ({"kernels.backend": "triton"}, "config.kernels.backend"),  # S has no such kernels
         ({"kernels.backend": "triton", "model.pattern": "*-S-"}, "config.kernels.backend"),
         ({"kernels.backend": "triton", "model.pattern": "G-", "model.gdn.head_dim": "12"}, "config.kernels.backend"),
         ({"kernels.backend": "triton", "model.pattern": "G-", "model.gdn.expand_v": "64"}, "config.kernels.backend"),
+        ({"kernels.backend": "triton", "model.pattern": "K-", "model.kda.head_dim": "12"}, "config.kernels.backend"),
+        ({"kernels.backend": "triton", "model.pattern": "K-", "model.kda.expand_v": "64"}, "config.kernels.backend"),
         ({"optimizer.learning_rate": "0"}, "config.optimizer.learning_rate"),
         ({"optimizer.min_learning_rate": "1"}, "config.optimizer.min_learning_rate"),
         ({"optimizer.warmup_steps": "601", "optimizer.decay_steps": "600"}, "config.optimizer.warmup_steps"),
@@ -208,7 +210,11 @@ def test_what_the_checks_leave_alone():
     for backend in ("auto", "reference", "chunked"):
         assert resolved(("kernels.backend", backend)).kernels.backend == backend
         assert resolved(("kernels.attention", backend)).kernels.attention == backend
-    assert resolved(("kernels.backend", "triton"), ("model.pattern", "*-G-A-")).kernels.attention == "auto"
+    for op, name in (("G", "gdn"), ("K", "kda")):
+        unfit = message(("kernels.backend", "triton"), ("model.pattern", f"{op}-"), (f"model.{name}.head_dim", "12"))
+        assert f"triton cannot run model.{name}: heads of 12 key dims" in unfit
+    for pattern in ("*-G-A-", "*-K-A-G-"):
+        assert resolved(("kernels.backend", "triton"), ("model.pattern", pattern)).kernels.attention == "auto"
     assert resolved(("train.sequence_length", "4194303")).train.sequence_length == 4_194_303
     without_positions = [
         (("model.pattern", "GKS-"),),

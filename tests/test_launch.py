@@ -66,8 +66,12 @@ def command(*arguments, cwd=ROOT, **env):
         ([TINY, "train.steps=3"], "'train.steps=3': not a flag; config keys are set as --config.KEY=VALUE"),
         ([TINY, "--config.model.pattern=M-E-"], "'E' at position 3 is reserved for mixture of experts"),
         ([TINY, "--config.model.gdn.num_heads=3"], "gdn.num_v_heads: 4 is not a multiple of num_heads 3"),
-        ([TINY, "--config.kernels.backend=triton", "--dry_run"], "KDA has no 'triton' implementation; use auto, which"),
+        (
+            [TINY, "--config.kernels.backend=triton", "--dry_run"],
+            "Mamba2 has no 'triton' implementation; use auto, which",
+        ),
         ([TINY, "--config.kernels.backend=triton", "--config.model.pattern=G-"], "triton cannot run here: it needs"),
+        ([TINY, "--config.kernels.backend=triton", "--config.model.pattern=K-"], "triton cannot run here: it needs"),
         ([TINY, "--platform=rocm"], "--platform: rocm asked for, but the installed jax is without a plugin"),
         ([TINY, "--num_processes=2"], "given without"),
     ],

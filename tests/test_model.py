@@ -21,6 +21,8 @@ from hybrid_jax.config import (
     RopeConfig,
 )
 from hybrid_jax.generate import generate
+from hybrid_jax.kernels.kda.gates import log_decay
+from hybrid_jax.layers import kda as kda_layer
 from hybrid_jax.layers.context import Context
 from hybrid_jax.layers.gdn import GDN
 from hybrid_jax.layers.kda import KDA
@@ -265,15 +267,28 @@ def test_initial_values():
     assert (mamba["D"] == 1).all()
 
 
-def test_decays_start_alive():
+def kda_decays(layer: KDA, x, monkeypatch) -> np.ndarray:
+    """The log decays [B, T, HV, K] of a layer, by the raw gates and the gate that it hands to its operation."""
+    found, kda = [], kda_layer.kda
+
+    def spy(q, k, v, f, *args, gate, **options):
+        found.append(np.asarray(log_decay(f, gate)))
+        return kda(q, k, v, f, *args, gate=gate, **options)
+
+    monkeypatch.setattr(kda_layer, "kda", spy)
+    layer(x, Context(jnp.zeros(x.shape[:2], jnp.int32)))
+    monkeypatch.undo()
+    (g,) = found
+    return g
+
+
+def test_decays_start_alive(monkeypatch):
     """No gate of a fresh mixer is saturated: neither its decay nor its gradient is gone."""
     x = jax.random.normal(jax.random.key(1), (1, 64, 32))
-    ctx = Context(jnp.zeros((1, 64), jnp.int32))
     for bound in (0.0, -5.0):
         cfg = dataclasses.replace(BASE.kda, num_heads=16, num_v_heads=16, lower_bound=bound)
         layer = KDA(cfg, 32, 1e-6, std=0.02, out_std=0.02, rngs=nnx.Rngs(0))
-        _, (f, _), _ = layer.project(x, [layer.f_a_proj, layer.g_a_proj], ctx, None)
-        g = -np.asarray(layer.log_decay(layer.f_b_proj(f)))
+        g = -kda_decays(layer, x, monkeypatch)
         assert np.quantile(g, 0.02) > 5e-4 and np.quantile(g, 0.98) < 2.0, bound
 
 
@@ -305,12 +320,13 @@ def test_options_change_the_tree():
     assert np.isfinite(np.asarray(less.logits(init(less), tokens_of(0, 1, 9)))).all()
 
 
-def test_lower_bound_and_negative_eigenvalues():
+def test_lower_bound_and_negative_eigenvalues(monkeypatch):
     """The bounded KDA gate is bound * sigmoid(exp(A_log) (f + dt_bias)); doubled beta changes the result."""
     bounded = dataclasses.replace(BASE.kda, lower_bound=-5.0)
     layer = KDA(bounded, 32, 1e-6, std=0.02, out_std=0.02, rngs=nnx.Rngs(0))
     f = np.linspace(-30, 30, 16)
-    g = np.asarray(layer.log_decay(jnp.float32(f)[None, None]))[0, 0]
+    layer.f_b_proj = lambda _: jnp.float32(f)[None, None]
+    g = kda_decays(layer, jnp.ones((1, 1, 32)), monkeypatch)[0, 0]
     rate, bias = np.exp(np.asarray(layer.A_log[...], np.float64)), np.asarray(layer.dt_bias[...], np.float64)
     want = -5 / (1 + np.exp(-rate[:, None] * (f + bias).reshape(2, 8)))
     assert g.min() >= -5 and g.max() <= 0

@@ -1,4 +1,4 @@
-"""What the delta-rule operations must satisfy; test_gdn.py, test_kda.py and test_gdn_triton.py run these checks."""
+"""What the delta-rule operations must satisfy; test_gdn.py, test_kda.py and test_delta_triton.py run these checks."""
 
 import jax
 import jax.numpy as jnp

@@ -41,10 +41,10 @@ def machine(monkeypatch, caplog):
 def test_auto_takes_triton_where_it_runs(machine, caplog):
     machine()
     assert [dispatch.resolve("gdn", "auto", ALL) for _ in range(2)] == ["triton"] * 2
-    assert dispatch.resolve("kda", "auto", ALL[:2]) == "chunked"
+    assert dispatch.resolve("ssd", "auto", ALL[:2]) == "chunked"
     assert caplog.messages == [
         "kernels: gdn runs on the 'triton' backend",
-        "kernels: kda runs on the 'chunked' backend",
+        "kernels: ssd runs on the 'chunked' backend",
     ]
 
 
@@ -118,11 +118,17 @@ def test_one_token_takes_the_recurrence_unless_a_backend_is_named(machine, monke
     assert ran == [(runs, runs == "triton")]  # no ids: the kernels then run without masks
 
 
-def test_a_machine_without_gpu_imports_no_triton():
-    code = (
-        "import sys, jax.numpy as jnp; from hybrid_jax.kernels.gdn import gdn; x = jnp.ones((1, 2, 1, 16));"
-        "gdn(x, x, x, -x[..., 0], x[..., 0]); print('triton' in sys.modules, 'torch' in sys.modules)"
-    )
+@pytest.mark.parametrize(
+    "call",
+    [
+        "from hybrid_jax.kernels.gdn import gdn; gdn(x, x, x, -x[..., 0], x[..., 0])",
+        "from hybrid_jax.kernels.kda import kda; kda(x, x, x, -x, x[..., 0])",
+    ],
+    ids=["gdn", "kda"],
+)
+def test_a_machine_without_gpu_imports_no_triton(call):
+    code = f"import sys, jax.numpy as jnp; x = jnp.ones((1, 2, 1, 16)); {call};"
+    code += "print('triton' in sys.modules, 'torch' in sys.modules)"
     clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=clean, cwd=ROOT, capture_output=True, text=True, timeout=120

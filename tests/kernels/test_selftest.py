@@ -14,12 +14,24 @@ import numpy as np
 import pytest
 
 from hybrid_jax.errors import UserError
-from hybrid_jax.kernels import gdn, launch, selftest, shapes
+from hybrid_jax.kernels import gdn, kda, launch, selftest, shapes
 from hybrid_jax.kernels.selftest import Variant
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = gdn.BACKENDS["reference"]
 SIZES = dict(K=16, V=16, R=2, dtype="float32", packed=True)
+GDN = Variant("gdn", **SIZES)
+# What decays of a head, of channels, and of channels by raw gates differ in.
+OPS = pytest.mark.parametrize(
+    ("op", "gate", "backends"),
+    [
+        ("gdn", "", gdn.BACKENDS),
+        ("kda", "", kda.BACKENDS),
+        ("kda", "softplus", kda._backends(None)),
+        ("kda", "bounded", kda._backends(shapes.BOUND)),
+    ],
+    ids=["gdn", "kda", "kda softplus", "kda bounded"],
+)
 
 
 def stand_in(fault=lambda o, state: (o, state)):
@@ -54,7 +66,7 @@ def info(caplog):
 def test_what_passes_is_said_and_kept(fresh, caplog):
     backends, calls = stand_in()
     for _ in range(3):
-        selftest.before_use("gdn", backends, **SIZES)
+        selftest.before_use(GDN, backends)
     assert len(calls) == 2  # long rows, many rows
     (line,) = info(caplog)
     assert line.startswith("kernels: gdn self-test on cpu: worst error ") and line.endswith(" s)")
@@ -67,7 +79,7 @@ def test_what_passes_is_said_and_kept(fresh, caplog):
     assert max(record["errors"].values()) < 1e-5 and len(record["errors"]) == 2 * 8
 
     selftest._passed.clear()  # another process
-    selftest.before_use("gdn", backends, **SIZES)
+    selftest.before_use(GDN, backends)
     assert len(calls) == 2 and len(info(caplog)) == 1 and "passed its self-test before" in caplog.messages[-1]
 
 
@@ -81,15 +93,27 @@ def tested(monkeypatch):
 
 
 def test_each_variant_is_tested(tested):
-    changes = ({}, {"K": 20}, {"V": 20}, {"R": 1}, {"packed": False}, {"dtype": "bfloat16"})
-    for change in changes * 2:
-        selftest.before_use("gdn", gdn.BACKENDS, **{**SIZES, **change})
-    assert tested == [Variant("gdn", **{**SIZES, **change}) for change in changes]
+    changes = ({}, {"op": "gdn"}, {"K": 20}, {"V": 20}, {"R": 1}, {"packed": False}, {"dtype": "bfloat16"})
+    changes += ({"gate": "softplus"}, {"gate": "bounded -5"}, {"gate": "bounded -3"})
+    variants = [Variant(**{"op": "kda", **SIZES, **change}) for change in changes]
+    for variant in variants * 2:
+        selftest.before_use(variant, kda.BACKENDS)
+    assert tested == variants
+
+
+def test_each_variant_is_kept_by_itself(tested):
+    """Another process finds none but what passed."""
+    variants = [Variant(**{"op": "kda", **SIZES, "gate": gate}) for gate in ("", "softplus", "bounded")]
+    for count in range(1, len(variants) + 1):
+        for variant in variants[:count]:
+            selftest._passed.clear()
+            selftest.before_use(variant, kda.BACKENDS)
+        assert tested == variants[:count]
 
 
 @pytest.mark.parametrize("change", ["version", "driver", "sources", "architecture", "damage", "other key"])
 def test_what_is_kept_does_not_outlive_what_it_depends_on(fresh, monkeypatch, tested, change):
-    selftest.before_use("gdn", gdn.BACKENDS, **SIZES)
+    selftest.before_use(GDN, gdn.BACKENDS)
     selftest._passed.clear()
     version = selftest.metadata.version
     (file,) = fresh.iterdir()
@@ -107,21 +131,22 @@ def test_what_is_kept_does_not_outlive_what_it_depends_on(fresh, monkeypatch, te
         record = json.loads(file.read_text())
         file.write_text(json.dumps(record | {"key": record["key"] | {"device": "other"}}))
     for _ in range(2):
-        selftest.before_use("gdn", gdn.BACKENDS, **SIZES)
+        selftest.before_use(GDN, gdn.BACKENDS)
         selftest._passed.clear()
     assert len(tested) == 2
 
 
 def test_sources_are_the_kernels_and_their_tiles(tmp_path, monkeypatch):
-    for name in ("selftest.py", "device.py", "gdn/triton.py", "gdn/tiles/gfx942.json", "kda/triton.py"):
+    changed = ("device.py", "delta/scans.py", "gdn/triton.py", "gdn/tiles/gfx942.json")
+    for name in ("selftest.py", *changed, "kda/triton.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
     monkeypatch.setattr(selftest, "__file__", str(tmp_path / "selftest.py"))
     seen = {selftest._sources("gdn")}
-    for name in ("device.py", "gdn/triton.py", "gdn/tiles/gfx942.json"):
+    for name in changed:
         (tmp_path / name).write_text("2")
         seen.add(selftest._sources("gdn"))
-    assert len(seen) == 4
+    assert len(seen) == 5
     (tmp_path / "kda/triton.py").write_text("2")
     assert selftest._sources("gdn") in seen
 
@@ -145,7 +170,7 @@ FAULTS = {
 def test_a_fault_stops_the_run(fresh, message):
     backends, _ = stand_in(FAULTS[message])
     with pytest.raises(UserError, match=message) as error:
-        selftest.before_use("gdn", backends, **SIZES)
+        selftest.before_use(GDN, backends)
     text = str(error.value)
     assert text.startswith("config.kernels.backend: the triton kernels of gdn for K 16, V 16")
     assert "compute something wrong on this cpu" in text
@@ -157,7 +182,7 @@ def test_a_failure_is_not_kept(tested, fresh, monkeypatch):
     monkeypatch.setattr(selftest, "_errors", lambda *_: {"dq, random": float("inf")})
     for _ in range(2):
         with pytest.raises(UserError, match="error inf of dq, random"):
-            selftest.before_use("gdn", gdn.BACKENDS, **SIZES)
+            selftest.before_use(GDN, gdn.BACKENDS)
     assert not fresh.exists()
 
 
@@ -169,7 +194,7 @@ def test_kernels_that_do_not_compile_stop_the_run(fresh):
     with pytest.raises(
         UserError, match="do not run on this cpu: RuntimeError: PassManager::run failed see above; choose"
     ):
-        selftest.before_use("gdn", backends, **SIZES)
+        selftest.before_use(GDN, backends)
     assert not fresh.exists()
 
 
@@ -177,13 +202,13 @@ def test_a_folder_that_cannot_be_written_costs_a_test(monkeypatch, tmp_path, cap
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for _ in range(2):
-        selftest.before_use("gdn", gdn.BACKENDS, **SIZES)
+        selftest.before_use(GDN, gdn.BACKENDS)
     assert len(tested) == 1 and len(info(caplog)) == 1 and "result is not kept" in caplog.messages[-1]
 
 
 def test_threads_share_one_test(tested):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: selftest.before_use("gdn", gdn.BACKENDS, **SIZES), range(8)))
+        list(pool.map(lambda _: selftest.before_use(GDN, gdn.BACKENDS), range(8)))
     assert len(tested) == 1
 
 
@@ -191,32 +216,47 @@ def test_other_executors_are_not_tested(monkeypatch, tested):
     monkeypatch.setattr(selftest, "EXECUTORS", ("gpu",))
     for mode in ("interpreter", "recording"):
         monkeypatch.setattr(launch, "executor", lambda mode=mode: mode)
-        selftest.before_use("gdn", gdn.BACKENDS, **SIZES)
+        selftest.before_use(GDN, gdn.BACKENDS)
     assert not tested
 
 
-def test_rounding_of_bfloat16_stays_far_below_its_limits(monkeypatch):
+@OPS
+def test_rounding_of_bfloat16_stays_far_below_its_limits(monkeypatch, op, gate, backends):
     """By the chunked form, whose operands are rounded as the kernels round theirs."""
     monkeypatch.setattr(selftest, "LENGTH", 2085)
-    variant = Variant("gdn", **SIZES | {"dtype": "bfloat16", "R": 1})
-    for name, error in selftest._errors(variant, gdn.BACKENDS["chunked"], REFERENCE, jax.local_devices()[0]).items():
+    variant = Variant(op, **SIZES | {"dtype": "bfloat16", "R": 1, "gate": gate})
+    device = jax.local_devices()[0]
+    found = selftest._errors(variant, backends["chunked"], backends["reference"], device)
+    for name, error in found.items():
         assert error < 0.5 * selftest._limit(variant, name), name
+    # All results and gradients in both kinds of rows; once for a parameter, whose gradient comes from all rows.
+    parameters = selftest.PARAMETERS if gate else ()
+    arrays = {"o", "final_state", *(f"d{name}" for name in ("q", "k", "v", "g", "beta", "initial_state"))}
+    assert found.keys() == {f"{name}, {row}" for name in arrays for row in selftest.ROWS} | {
+        f"d{name}, {selftest.ROWS[1]}" for name in parameters
+    }
 
 
-def test_pieces_change_nothing():
-    inputs, _, ids = selftest.problem(Variant("gdn", **SIZES), False)
-    args = *(inputs[name] for name in ("q", "k", "v", "g", "beta")), 0.25, inputs["initial_state"], ids
-    for whole, cut in zip(REFERENCE(*args), selftest._in_pieces(REFERENCE)(*args), strict=True):
+@OPS
+def test_pieces_change_nothing(op, gate, backends):
+    inputs, _, ids = selftest.problem(Variant(op, **SIZES, gate=gate), False)
+    parameters = [inputs[name] for name in selftest.PARAMETERS if gate]
+    args = *(inputs[name] for name in ("q", "k", "v", "g", "beta")), 0.25, inputs["initial_state"], ids, *parameters
+    reference = backends["reference"]
+    for whole, cut in zip(reference(*args), selftest._in_pieces(reference)(*args), strict=True):
         np.testing.assert_allclose(whole, cut, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "shape", [s for s in shapes.SHAPES.values() if s.op == "gdn" and s.T > 65], ids=lambda s: s.name
+    "shape", [s for s in shapes.SHAPES.values() if s.op in ("gdn", "kda") and s.T > 65], ids=lambda s: s.name
 )
 def test_every_kernel_of_a_shape_is_tested(shape, monkeypatch):
     """The kernels that a named shape launches, whole rows and rows in segments, are among those of its self-test."""
     monkeypatch.undo()
-    variant = Variant("gdn", shape.K, shape.V, shape.HV // shape.H, shape.dtype, shape.packed)
+    said = []
+    monkeypatch.setattr(selftest, "before_use", lambda *args: said.append(args))
+    gate = f"bounded {shapes.BOUND:g}" if shape.gate == "bounded" else shape.gate
+    variant = Variant(shape.op, shape.K, shape.V, shape.HV // shape.H, shape.dtype, shape.packed, gate)
     problems = [selftest.problem(variant, many) for many in (False, True)]
     for *_, ids in problems:
         assert not np.any(
@@ -225,24 +265,29 @@ def test_every_kernel_of_a_shape_is_tested(shape, monkeypatch):
 
     def both(inputs, cotangents, ids):
         tokens = (inputs[name] for name in ("q", "k", "v", "g", "beta"))
+        parameters = (inputs[name] for name in selftest.PARAMETERS if shape.gate)
         state, given = inputs["initial_state"], ids if shape.packed else None
-        op = lambda *x: gdn.BACKENDS["triton"](*x[:5], 1.0, x[5], given)  # noqa: E731
-        _, pull = jax.vjp(op, *tokens, state)
+        op = lambda *x: backends["triton"](*x[:5], 1.0, x[5], given, *x[6:])  # noqa: E731
+        _, pull = jax.vjp(op, *tokens, state, *parameters)
         return pull((cotangents["o"], cotangents["final_state"]))
 
     def kinds(arch, fn, *args):
         with launch.recording(arch) as launches:
             jax.eval_shape(fn, *args)
-        flags = ("MAP", "PACKED", "PARTS", "C", "BK", "BV")
+        flags = ("MAP", "PACKED", "PARTS", "C", "BK", "BV", "BC", "PER_CHANNEL", "FORM", "BOUND")
         return {
             (x.kernel.__name__, x.pointers, x.tile, *(dict(x.constants).get(name) for name in flags)) for x in launches
         }
 
     fn, args = shapes.program(shape, "triton")
     for arch in ("gfx942", "gfx950", "sm_90"):
+        launched = kinds(arch, fn, *args)
+        ((announced, backends),) = said
+        assert announced == variant
+        said.clear()
         tested = set().union(*(kinds(arch, both, *problem) for problem in problems))
         assert any(True in kind[3:4] for kind in tested)
-        assert kinds(arch, fn, *args) <= tested
+        assert launched <= tested
 
 
 @pytest.mark.parametrize("fault", ["", "fault"])

@@ -13,6 +13,7 @@ from hybrid_jax.kernels import shapes
 from hybrid_jax.kernels.shapes import SHAPES
 
 GDN = [shape for shape in SHAPES.values() if shape.op == "gdn"]
+KDA = [shape for shape in SHAPES.values() if shape.op == "kda"]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -46,7 +47,27 @@ def test_gated_deltanet_rows_cover_what_its_kernels_have_to():
     assert {1, 65, 65536} <= {shape.T for shape in GDN}
 
 
-@pytest.mark.parametrize("config", ["gdn_300m", "gdn_1b", "kda_300m"])
+def test_kimi_delta_attention_rows_cover_what_its_kernels_have_to():
+    assert {shape.K for shape in KDA} >= {16, 32, 60, 64, 96, 100, 128, 256}
+    assert {shape.HV // shape.H for shape in KDA} == {1, 2, 4}
+    assert any(shape.K != shape.V for shape in KDA)
+    assert {(shape.packed, shape.initial_state) for shape in KDA} == {(p, s) for p in (0, 1) for s in (0, 1)}
+    assert {1, 65, 65536} <= {shape.T for shape in KDA}
+    assert {shape.gate for shape in KDA} == {"", "softplus", "bounded"}
+    assert {(shape.dtype, shape.gate != "") for shape in KDA} == {
+        (dtype, gate) for dtype in ("bfloat16", "float32") for gate in (0, 1)
+    }
+
+
+@pytest.mark.parametrize("shape", [SHAPES["kda_300m"], SHAPES["kda_300m_decays"]], ids=lambda shape: shape.name)
+def test_raw_gates_come_with_their_parameters_and_in_the_type_of_q(shape):
+    found = shapes.arguments(shape)
+    assert found["g"].dtype == (found["q"].dtype if shape.gate else jnp.float32)
+    parameters = {"A_log": ((8,), jnp.float32), "dt_bias": ((8, 32), jnp.float32)} if shape.gate else {}
+    assert {name: (x.shape, x.dtype) for name, x in found.items() if name in ("A_log", "dt_bias")} == parameters
+
+
+@pytest.mark.parametrize("config", ["gdn_300m", "gdn_1b", "kda_300m", "kda_1b"])
 def test_published_models_have_their_own_row(config):
     model = config_file.load(f"configs/{config}.py").model
     mixer = model.gdn if config.startswith("gdn") else model.kda
@@ -57,9 +78,21 @@ def test_published_models_have_their_own_row(config):
         mixer.head_dim,
         mixer.v_head_dim,
     )
+    assert shape.gate == ("" if mixer is model.gdn else "bounded" if mixer.lower_bound else "softplus")
 
 
-@pytest.mark.parametrize("name", ["gdn_300m_state", "gdn_t1", "kda_packed", "mamba2_packed", "gqa_packed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gdn_300m_state",
+        "gdn_t1",
+        "kda_300m_packed",
+        "kda_bounded",
+        "kda_fp32_k64",
+        "mamba2_packed",
+        "gqa_packed",
+    ],
+)
 def test_inputs_are_random_and_as_declared(name):
     small = SHAPES[name].small()
     for draw, kinds in ((shapes.inputs, shapes.arguments), (shapes.cotangents, shapes.results)):
@@ -74,7 +107,11 @@ def test_inputs_are_random_and_as_declared(name):
         assert all(np.array_equal(again[k], x) for k, x in arrays.items())
         assert not any(np.array_equal(other[k], x) for k, x in arrays.items())
     inputs = shapes.inputs(small)
-    assert np.all(inputs.get("g", -1) < 0) and np.all(inputs.get("A", -1) < 0)
+    if small.gate:
+        assert np.any(inputs["g"] < 0) and np.any(inputs["g"] > 0)
+    else:
+        assert np.all(inputs.get("g", -1) < 0)
+    assert np.all(inputs.get("A", -1) < 0)
     assert np.all(inputs.get("dt", 1) > 0) and np.all(inputs.get("beta", 1) > 0)
     if small.packed:
         assert np.all(np.asarray(inputs["segment_ids"])[:, -1] > 0)  # a border in every row

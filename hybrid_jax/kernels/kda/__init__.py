@@ -73,7 +73,8 @@ def kda(
         return delta_rule.call("kda", BACKENDS, backend, q, k, v, g, beta, gate_shape, *options)
     if gate.lower_bound is not None and not gate.lower_bound < 0:
         raise ValueError(f"kda: gate.lower_bound is {gate.lower_bound}, expected a number below 0 or None")
-    form, backends = "softplus" if gate.lower_bound is None else "bounded", _backends(gate.lower_bound)
+    form = "softplus" if gate.lower_bound is None else f"bounded {gate.lower_bound:g}"  # one self-test each
+    backends = _backends(gate.lower_bound)
     sizes = v.shape[2], q.shape[-1]
     parameters = ("gate.A_log", gate.A_log, sizes[:1]), ("gate.dt_bias", gate.dt_bias, sizes)
     return delta_rule.call("kda", backends, backend, q, k, v, g, beta, gate_shape, *options, form, parameters)

@@ -468,22 +468,41 @@ def input_gradients(
         row = (b * HV + head) * (N * C) + n * C + at
         of_q_norm += tl.load(along_q + row)
         of_k_norm += tl.load(along_k + row)
+        pairs = chunk * (C * C) + at[:, None] * C + at[None, :]
+        of_sums = tl.zeros([C, BC], tl.float32)  # d loss / d (sum of gates from the chunk's start through i)
+        lowest = tl.zeros([C], tl.float32)
+        if FORM != "bounded" or BOUND * BLOCK < STEEPEST:
+            _, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
+            g_high, g_low = split(g, dtype)
+            lowest = tl.min(block_sums(g_high, g_low, document, C, PACKED, PARTS), axis=1)
+            if tl.min(lowest) < STEEPEST:
+                keep = in_block(C) & (lowest < STEEPEST)[:, None]
+                if PACKED:
+                    keep = keep & (document[:, None] == document[None, :])
+                dA = tl.where(keep, tl.load(dpairs + pairs), 0.0).to(dtype)
+                dP = tl.where(keep, tl.load(dattention + pairs), 0.0).to(dtype)
+                k_unit = load_rows(k + start, n * C, H * K, key, C, T, K) * k_norm[:, None]
+                q_unit = load_rows(q + start, n * C, H * K, key, C, T, K) * q_norm[:, None]
+                for level in tl.range(0, 4, disable_licm=True):
+                    of_q, of_k, of_g = _square_gradients(q_unit, k_unit, dA, dP, g_high, g_low, level, C, PARTS)
+                    dq_tile += of_q
+                    dk_tile += of_k
+                    of_sums += of_g
+            # Nothing loaded so far is kept in registers through the rest of the kernel.
+            tl.debug_barrier()
         k_unit = load_rows(k + start, n * C, H * K, key, C, T, K) * k_norm[:, None]
         q_unit = load_rows(q + start, n * C, H * K, key, C, T, K) * q_norm[:, None]
-        _, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
+        raw, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
         g_high, g_low = split(g, dtype)
-        dA = tl.load(dpairs + chunk * (C * C) + at[:, None] * C + at[None, :])
-        dP = tl.load(dattention + chunk * (C * C) + at[:, None] * C + at[None, :])
+        dA, dP = tl.load(dpairs + pairs), tl.load(dattention + pairs)
         if PACKED:
             same = document[:, None] == document[None, :]
             dA, dP = tl.where(same, dA, 0.0), tl.where(same, dP, 0.0)
-        # The diagonal has no decay, and stays out of the gates' gradients.
+        # The diagonal has no decay, and stays out of the gates' gradients. What a pair gives to both its tokens is the
+        # same product, to the last bit.
         own = tl.sum(tl.where(at[:, None] == at[None, :], dP, 0.0).to(tl.float32), axis=1)[:, None]
         dk_tile += own * q_unit
         dq_tile += own * k_unit
-        # d loss / d (sum of gates from the chunk's start through i). What a pair gives to both its tokens is the same
-        # product, to the last bit.
-        of_sums = tl.zeros([C, BC], tl.float32)
         # Pairs of different blocks of 16 tokens.
         for level in tl.range(4, widest_level(C) + 1, disable_licm=True):
             of_q, of_k, of_g = _square_gradients(q_unit, k_unit, dA, dP, g_high, g_low, level, C, PARTS)
@@ -491,21 +510,9 @@ def input_gradients(
             dk_tile += of_k
             of_sums += of_g
         # Pairs within blocks.
-        a, p = tl.where(in_block(C), dA, 0.0).to(dtype), tl.where(in_block(C), dP, 0.0).to(dtype)
+        keep = in_block(C) & (lowest >= STEEPEST)[:, None]
+        a, p = tl.where(keep, dA, 0.0).to(dtype), tl.where(keep, dP, 0.0).to(dtype)
         sums = block_sums(g_high, g_low, document, C, PACKED, PARTS)
-        if FORM != "bounded" or BOUND * BLOCK < STEEPEST:
-            lowest = tl.min(sums, axis=1)
-            if tl.min(lowest) < STEEPEST:
-                steep = (lowest < STEEPEST)[:, None]
-                steep_a, steep_p = tl.where(steep, a, 0.0).to(dtype), tl.where(steep, p, 0.0).to(dtype)
-                a, p = tl.where(steep, 0.0, a).to(dtype), tl.where(steep, 0.0, p).to(dtype)
-                for level in tl.range(0, 4, disable_licm=True):
-                    of_q, of_k, of_g = _square_gradients(
-                        q_unit, k_unit, steep_a, steep_p, g_high, g_low, level, C, PARTS
-                    )
-                    dq_tile += of_q
-                    dk_tile += of_k
-                    of_sums += of_g
         rows, columns = row_decay(sums), column_decay(sums)
         column = (k_unit * columns).to(dtype)
         k_row, q_row = (k_unit * rows).to(dtype), (q_unit * rows).to(dtype)
@@ -539,7 +546,6 @@ def input_gradients(
         carried = tl.load(through + ((b * HV + head) * N + n) * K + key, mask=key < K, other=0.0) * carry
         dg = tl.where((n * C + at < T)[:, None], dg + carried[None, :], 0.0)
         if FORM != "log":
-            raw, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
             rate = tl.exp(tl.load(A_log + head))
             if FORM == "softplus":
                 of_rate = dg * g

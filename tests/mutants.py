@@ -154,7 +154,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "kernel: one square for steep tokens too",
-        "hybrid_jax/kernels/kda/chunks.py",
+        "hybrid_jax/kernels/kda/channels.py",
         """            if tl.min(lowest) < STEEPEST:
                 exact_kk,""",
         """            if tl.min(lowest) < -1e30:

@@ -48,7 +48,8 @@ from hybrid_jax.kernels import RESIDUAL
 from hybrid_jax.kernels.delta import plan as planning
 from hybrid_jax.kernels.delta.plan import Plan
 from hybrid_jax.kernels.delta.scans import reverse_scan, scan
-from hybrid_jax.kernels.kda.chunks import input_gradients, output, prepare, state_gradients, value_gradients
+from hybrid_jax.kernels.kda.channels import input_gradients, prepare
+from hybrid_jax.kernels.kda.values import output, state_gradients, value_gradients
 
 
 class _Options(NamedTuple):

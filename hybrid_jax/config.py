@@ -177,12 +177,16 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    source: str = key("python", "where text comes from", ("python", "files", "synthetic", "fineweb_edu"))
-    path: str = key("", "files: a folder or glob of .txt/.md/.py/.jsonl")
-    tokenizer: str = key("bytes", "bytes, or a BPE trained on the source", ("bytes", "bpe"))
+    source: str = key("python", "where text comes from", ("python", "files", "store", "synthetic", "fineweb_edu"))
+    path: str = key("", "files: a folder or glob of .txt/.md/.py/.jsonl; store: PREFIX of .bin and .idx")
+    tokenizer: str = key(
+        "bytes",
+        "bytes, or a BPE trained on the source; store: how samples are written, bytes or else the ids as numbers",
+        ("bytes", "bpe"),
+    )
     bpe_vocab_size: int = key(4096, "tokens of the trained BPE")
     cache_dir: str = key("", "of tokenizers and token stores (empty = the user's cache folder)")
-    validation_fraction: float = key(0.05, "share of the files held out")
+    validation_fraction: float = key(0.05, "share of the files, or of a store's documents, held out")
     isolate_documents: bool = key(True, "reset state, attention and positions at document ends")
 
 

@@ -176,6 +176,8 @@ def _check_data(data: DataConfig) -> None:
         raise UserError(
             "config.data.path: empty; data.source 'files' needs a folder or a glob such as 'corpus/**/*.txt'"
         )
+    if data.source == "store" and not data.path:
+        raise UserError("config.data.path: empty; data.source 'store' needs PREFIX of a pair PREFIX.bin and PREFIX.idx")
     if not 0.0 < data.validation_fraction < 1.0:
         raise UserError(f"config.data.validation_fraction: {data.validation_fraction} is not between 0 and 1")
     if data.tokenizer == "bpe" and data.bpe_vocab_size < 257:
@@ -194,6 +196,11 @@ def _check_logistics(config: Config) -> None:
         "sample_tokens",
         "sample_temperature",
     )
+    if config.eval.ngram_order and config.data.source == "store":
+        raise UserError(
+            f"config.eval.ngram_order: {config.eval.ngram_order}, but n-grams are counted in memory, where a token "
+            "store need not fit; set it to 0 with data.source 'store'"
+        )
     _not_negative("config.checkpoint", config.checkpoint, "every_steps")
     _positive("config.checkpoint", config.checkpoint, "keep")
     _positive("config.log", config.log, "every_steps")

@@ -1,4 +1,5 @@
-"""Where batches come from: text of the standard library, files of the user, or a synthetic process.
+"""Where batches come from: text of the standard library, files or a token store of the user, or a synthetic
+process.
 
 `open(config.data, sequence_length=2048, vocab_size=32000, seed=42).batch(step, rows=range(8),
 global_batch_size=8)` is a step's batch; see `Dataset` for what is in it.
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING
 from hybrid_jax.data.interface import Dataset, Tokenizer
 from hybrid_jax.data.packing import PackedDataset
 from hybrid_jax.data.prefetch import prefetch
-from hybrid_jax.data.sources import Corpus, files, python_library
+from hybrid_jax.data.sources import Corpus, files, python_library, split_store
+from hybrid_jax.data.store import StoreReader
 from hybrid_jax.data.synthetic import SyntheticDataset
-from hybrid_jax.data.tokenizer import BpeTokenizer, ByteTokenizer, TokenStore, cached_bpe
+from hybrid_jax.data.tokenizer import BpeTokenizer, ByteTokenizer, IdTokenizer, TokenStore, cached_bpe
 from hybrid_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ def open(data: "DataConfig", *, sequence_length: int, vocab_size: int, seed: int
             training=training,
             isolate_documents=data.isolate_documents,
         )
+    if data.source == "store":
+        return _open_store(data, sequence_length, vocab_size, seed, training)
     corpus = _corpus(data)
     documents = corpus.train if training else corpus.validation
     if not documents:
@@ -63,6 +67,44 @@ def open(data: "DataConfig", *, sequence_length: int, vocab_size: int, seed: int
     )
 
 
+def _open_store(data: "DataConfig", sequence_length: int, vocab_size: int, seed: int, training: bool) -> PackedDataset:
+    """In memory: 16 bytes a document, and 16 more for each epoch whose order is kept; the tokens are mapped."""
+    try:
+        reader = StoreReader(data.path)
+    except UserError as error:
+        raise UserError(f"config.data.path: {error}") from None
+    try:
+        # The trainer looks at the ids of each batch, so a large store is not read through before the first;
+        # but a batch is int32, in which a wider id could pass for another.
+        largest = reader.check_ids(vocab_size, sample=reader.dtype.itemsize <= 4)
+    except UserError as error:
+        raise UserError(f"config.model.vocab_size: {error}") from None
+    starts, ours, held_out = split_store(reader.starts(), data.validation_fraction)
+    documents = ours if training else held_out
+    if not len(documents):
+        raise UserError(
+            f"config.data.validation_fraction: {data.validation_fraction} leaves no document of {reader.bin} for "
+            "validation; raise it, or set config.eval.batches=0"
+        )
+    as_bytes = ByteTokenizer()
+    written_as_bytes = data.tokenizer == "bytes" and largest < as_bytes.vocab_size <= vocab_size
+    count = int((starts[documents + 1] - starts[documents]).sum())
+    return PackedDataset(
+        TokenStore(reader.tokens, starts),
+        as_bytes if written_as_bytes else IdTokenizer(vocab_size=vocab_size, end_of_document=vocab_size - 1),
+        sequence_length=sequence_length,
+        seed=seed,
+        training=training,
+        isolate_documents=data.isolate_documents,
+        description=(
+            f"{data.path} (token store, {reader.dtype}): {len(documents):,} {'train' if training else 'validation'} "
+            f"documents, {count:,} tokens (samples as {'bytes' if written_as_bytes else 'ids'})"
+        ),
+        documents=documents,
+        content=reader.digest(),
+    )
+
+
 def _corpus(data: "DataConfig") -> Corpus:
     if data.source == "python":
         return python_library(data.validation_fraction)
@@ -71,9 +113,10 @@ def _corpus(data: "DataConfig") -> Corpus:
     if data.source == "fineweb_edu":
         raise UserError(
             "config.data.source: no prepared set of 'fineweb_edu' is here and this version cannot make one; "
-            "add ':smoke' to the config, or set config.data.source=files and config.data.path to your text"
+            "add ':smoke' to the config, or set config.data.path and config.data.source to your text (files) or to a "
+            "token store (store)"
         )
-    raise UserError(f"config.data.source: {data.source!r}: must be python, files, synthetic or fineweb_edu")
+    raise UserError(f"config.data.source: {data.source!r}: must be python, files, store, synthetic or fineweb_edu")
 
 
 def _tokenize(

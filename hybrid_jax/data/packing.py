@@ -66,12 +66,17 @@ class PackedDataset:
         training: bool,
         isolate_documents: bool,
         description: str,
+        documents: np.ndarray | None = None,
+        content: bytes = b"",
     ):
+        """documents: numbers of the store's documents that belong to the split, none of them empty, int64
+        [documents] (None = all). content: with them, a digest of the tokens, which may be too many to read."""
         self.store = store
         self.tokenizer = tokenizer
         self.isolate_documents = isolate_documents
         self.description = description
-        self.num_tokens = len(store.tokens)
+        self._documents = documents
+        self.num_tokens = len(store.tokens) if documents is None else int(self._lengths().sum())
         self._length = sequence_length
         self._seed = seed
         self._training = training
@@ -89,7 +94,10 @@ class PackedDataset:
         )
         digest.update(repr(identity).encode())
         digest.update(store.starts.astype("<i8").tobytes())
-        digest.update(np.ascontiguousarray(store.tokens, store.tokens.dtype.newbyteorder("<")).data)
+        if documents is None:
+            digest.update(np.ascontiguousarray(store.tokens, store.tokens.dtype.newbyteorder("<")).data)
+        else:
+            digest.update(documents.astype("<i8").tobytes() + content)
         self.fingerprint = digest.hexdigest()
 
     def batch(self, step: int, rows: Sequence[int], global_batch_size: int) -> dict[str, np.ndarray]:
@@ -109,6 +117,8 @@ class PackedDataset:
         [num_tokens]."""
         if self._training:
             raise ValueError("only of a validation split: in training it differs by epoch")
+        if self._documents is not None:
+            raise ValueError("only of a store that holds nothing but its split")
         _, _, window_order = self._order(0)
         mask = np.zeros(self.num_tokens, bool)
         for w in window_order[: num_windows or None].tolist():
@@ -129,11 +139,17 @@ class PackedDataset:
 
     def _make_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(stored document at each place, stream bounds of the places, stored window at each place)."""
-        lengths = np.diff(self.store.starts)
+        lengths = self._lengths()
         if self._training:
             documents = permutation(len(lengths), _DOCUMENTS, self._seed, epoch)
             windows = permutation(self.num_windows, _WINDOWS, self._seed, epoch)
         else:
             documents = np.arange(len(lengths))
             windows = permutation(self.num_windows, _VALIDATION)
-        return documents, np.concatenate([[0], np.cumsum(lengths[documents])]), windows
+        bounds = np.concatenate([[0], np.cumsum(lengths[documents])])
+        return documents if self._documents is None else self._documents[documents], bounds, windows
+
+    def _lengths(self) -> np.ndarray:
+        """Tokens of each document of the split."""
+        starts, documents = self.store.starts, self._documents
+        return np.diff(starts) if documents is None else starts[documents + 1] - starts[documents]

@@ -1,4 +1,5 @@
-"""Text documents and their split into training and validation: the standard library, or files of the user."""
+"""Documents and their split into training and validation: the standard library, files or a token store of the
+user."""
 
 import dataclasses
 import glob
@@ -10,6 +11,8 @@ import platform
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 from hybrid_jax.errors import UserError
 
@@ -87,6 +90,31 @@ def files(path: str, validation_fraction: float) -> Corpus:
     if not corpus.train:
         raise UserError(f"config.data.path: {path}: its files hold no text to train on")
     return corpus
+
+
+def split_store(starts: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(starts, numbers of the training documents, of the validation documents) of a token store, all int64.
+
+    starts [documents + 1] as in `TokenStore`. Split by a hash of the document's number alone, so that
+    documents added at the end move no old one; an only document is cut in two, where its new start lies.
+    Copies of a text are not looked for; documents without tokens are in neither.
+    """
+    documents = np.flatnonzero(np.diff(starts))
+    if len(documents) == 1 and fraction > 0 and starts[-1] > 1:
+        cut = round(int(starts[-1]) * (1 - fraction))
+        return np.asarray([0, min(max(cut, 1), int(starts[-1]) - 1), starts[-1]]), np.asarray([0]), np.asarray([1])
+    rank = documents.astype(np.uint64)
+    rank += np.uint64(0x9E3779B97F4A7C15)  # splitmix64 (Steele, Lea and Flood 2014)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        rank ^= rank >> np.uint64(shift)
+        rank *= np.uint64(factor)
+    held_out = rank < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+    if fraction > 0 and len(documents) > 1:
+        if not held_out.any():
+            held_out[rank.argmin()] = True
+        elif held_out.all():
+            held_out[rank.argmax()] = False
+    return starts, documents[~held_out], documents[held_out]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,346 @@
+"""Token stores on disk, in the format of Megatron-Core's indexed dataset: PREFIX.bin and PREFIX.idx.
+
+PREFIX.bin is the ids of all documents end to end. PREFIX.idx, little-endian and without padding:
+
+    magic              9 bytes     MMIDIDX, two zero bytes
+    version            uint64      1
+    dtype code         uint8       of the ids in PREFIX.bin, see DTYPES
+    sequences          uint64      S
+    document index     uint64      its length, documents + 1
+    sizes              int32 [S]   tokens of each sequence
+    pointers           int64 [S]   byte of PREFIX.bin at which each sequence starts
+    document index     int64 [documents + 1]   first sequence of each document, and S
+
+A document is any number of sequences that follow each other; here, as Megatron's preprocess_data writes them
+unless it splits sentences, one, and none if it is empty. Multimodal datasets append S modes, int8: not read.
+"""
+
+import contextlib
+import hashlib
+import os
+import struct
+import uuid
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+
+from hybrid_jax.errors import UserError
+
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_FLOATS = (6, 7)
+_MAGIC = b"MMIDIDX\0\0"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_SIZE, _POINTER = np.dtype("<i4"), np.dtype("<i8")
+_LONGEST = 2**31 - 1  # a size is an int32
+_CHUNK = 2**20  # entries looked at in one go
+_BLOCK_BYTES, _BLOCKS = 2**16, 2**12  # of a sample of the ids
+
+
+class StoreReader:
+    """A store, memory-mapped: opening it reads PREFIX.idx once, in pieces, and keeps nothing of it.
+
+    tokens: read-only [num_tokens], the ids of all documents end to end, of dtype `dtype`; slices of it read
+    only themselves. Raises UserError, naming the file, for a missing one, another format, files that do not
+    agree with each other, and a store without tokens.
+    """
+
+    def __init__(self, prefix: str | Path):
+        prefix = os.path.expanduser(prefix).removesuffix(".idx").removesuffix(".bin")
+        self.idx, self.bin = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        for path in (self.idx, self.bin):
+            if not path.is_file():
+                raise UserError(
+                    f"{path}: no such file; a token store is a pair PREFIX.bin and PREFIX.idx, named by PREFIX"
+                )
+        try:
+            with self.idx.open("rb") as file:
+                self.dtype, self._sequences, self.num_documents = self._read_header(file)
+                size_at = _HEADER.size
+                pointer_at = size_at + self._sequences * _SIZE.itemsize
+                document_at = pointer_at + self._sequences * _POINTER.itemsize
+                self.num_tokens = self._check_sequences(file, size_at, pointer_at)
+                self._check_documents(file, document_at)
+            if not self.num_tokens:
+                raise UserError(f"{self.bin}: holds no token")
+            self._pointers = _mapped(self.idx, _POINTER, pointer_at, self._sequences)
+            self._documents = _mapped(self.idx, _POINTER, document_at, self.num_documents + 1)
+            self.tokens = _mapped(self.bin, self.dtype, 0, self.num_tokens)
+        except OSError as error:
+            raise UserError(f"{error.filename or self.idx}: {error.strerror or error}") from None
+
+    def document(self, number: int) -> np.ndarray:
+        """Its tokens, a read-only view [length]. Raises IndexError outside [0, num_documents)."""
+        if not 0 <= number < self.num_documents:
+            raise IndexError(f"document {number}: the store has {self.num_documents}")
+        begin, end = self._first_tokens(self._documents[number : number + 2])
+        return self.tokens[begin:end]
+
+    def starts(self) -> np.ndarray:
+        """First token of each document, and num_tokens: int64 [num_documents + 1], in memory."""
+        starts = np.empty(self.num_documents + 1, np.int64)
+        for at in range(0, len(starts), _CHUNK):
+            starts[at : at + _CHUNK] = self._first_tokens(self._documents[at : at + _CHUNK])
+        return starts
+
+    def check_ids(self, vocab_size: int, *, sample: bool = False) -> int:
+        """The largest id. Raises UserError for one outside [0, vocab_size).
+
+        Reads all of PREFIX.bin in pieces, or, with `sample`, what `digest` reads of it.
+        """
+        largest = 0
+        for at, tokens in self._blocks(sample):
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= vocab_size:
+                place = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
+                raise UserError(
+                    f"{self.bin}: token {at + place} is the id {tokens[place]}, not one of {vocab_size}; "
+                    "the vocabulary must be that of the tokenizer that made the store"
+                )
+            largest = max(largest, high)
+        return largest
+
+    def digest(self) -> bytes:
+        """Of the content: all of PREFIX.idx, and PREFIX.bin up to 256 MiB; of a larger one 4,096 blocks of 64
+        KiB, evenly spaced, the first and the last among them."""
+        digest = hashlib.blake2b(digest_size=16)
+        with self.idx.open("rb") as file:
+            while piece := file.read(_CHUNK):
+                digest.update(piece)
+        for _, tokens in self._blocks(sample=True):
+            digest.update(tokens.data)
+        return digest.digest()
+
+    def _first_tokens(self, sequences: np.ndarray) -> np.ndarray:
+        """Of sequences given by number; the number after the last one stands for the end."""
+        pointers = self._pointers[np.minimum(sequences, self._sequences - 1)]
+        return np.where(sequences < self._sequences, pointers // self.dtype.itemsize, self.num_tokens)
+
+    def _blocks(self, sample: bool) -> Iterator[tuple[int, np.ndarray]]:
+        """(first token, tokens) of the blocks. Read, not mapped: what was mapped counts as memory in use."""
+        length = _BLOCK_BYTES // self.dtype.itemsize
+        if sample and self.num_tokens > _BLOCKS * length:
+            places = np.linspace(0, self.num_tokens - length, _BLOCKS, dtype=np.int64).tolist()
+        else:
+            length *= 64
+            places = list(range(0, self.num_tokens, length))
+        with self.bin.open("rb") as file:
+            for at in places:
+                count = min(length, self.num_tokens - at)
+                yield at, _read(file, self.bin, self.dtype, at * self.dtype.itemsize, count)
+
+    def _read_header(self, file: BinaryIO) -> tuple[np.dtype, int, int]:
+        """(dtype of the ids, sequences, documents)."""
+        header = file.read(_HEADER.size)
+        if header[: len(_MAGIC)] != _MAGIC[: len(header)] or not header:
+            raise UserError(f"{self.idx}: is not the index of a token store: it does not begin with MMIDIDX")
+        if len(header) < _HEADER.size:
+            raise UserError(f"{self.idx}: is cut short within its header; write or copy the store again")
+        _, version, code, sequences, index_length = _HEADER.unpack(header)
+        if version != _VERSION:
+            raise UserError(f"{self.idx}: has version {version} of the format; only version {_VERSION} can be read")
+        if code in _FLOATS:
+            raise UserError(f"{self.idx}: has dtype code {code}, floating-point numbers, which are no token ids")
+        if code not in DTYPES:
+            raise UserError(f"{self.idx}: has the unknown dtype code {code}; known are {', '.join(map(str, DTYPES))}")
+        expected = _HEADER.size + sequences * (_SIZE.itemsize + _POINTER.itemsize) + index_length * _POINTER.itemsize
+        size = os.fstat(file.fileno()).st_size
+        if sequences and size == expected + sequences:
+            raise UserError(f"{self.idx}: is multimodal (a mode for each sequence), which cannot be read; text can")
+        self._compare_size(self.idx, size, expected)
+        if not index_length:
+            raise UserError(f"{self.idx}: has no document index, not even its first entry, 0; write it again")
+        return np.dtype(DTYPES[code]), sequences, index_length - 1
+
+    def _check_sequences(self, file: BinaryIO, size_at: int, pointer_at: int) -> int:
+        """Tokens of all sequences, which must lie in PREFIX.bin without gaps."""
+        there = self.bin.stat().st_size
+        tokens = 0
+        for at in range(0, self._sequences, _CHUNK):
+            count = min(_CHUNK, self._sequences - at)
+            sizes = _read(file, self.idx, _SIZE, size_at + at * _SIZE.itemsize, count)
+            pointers = _read(file, self.idx, _POINTER, pointer_at + at * _POINTER.itemsize, count)
+            if sizes.min() < 0:
+                bad = int(np.argmax(sizes < 0))
+                raise UserError(f"{self.idx}: sequence {at + bad} has {sizes[bad]} tokens; write the store again")
+            ends = tokens + np.cumsum(sizes, dtype=np.int64)
+            expected = (ends - sizes) * self.dtype.itemsize
+            if not np.array_equal(pointers, expected):
+                bad = int(np.argmax(pointers != expected))
+                raise UserError(
+                    f"{self.idx}: sequence {at + bad} starts at byte {pointers[bad]}, "
+                    + (
+                        f"outside the {there} of {self.bin.name}"
+                        if not 0 <= pointers[bad] <= there
+                        else f"but the sizes before it end at {expected[bad]}"
+                    )
+                    + "; write or copy the store again"
+                )
+            tokens = int(ends[-1])
+        self._compare_size(self.bin, there, tokens * self.dtype.itemsize)
+        return tokens
+
+    def _check_documents(self, file: BinaryIO, document_at: int) -> None:
+        last = 0
+        for at in range(0, self.num_documents + 1, _CHUNK):
+            count = min(_CHUNK, self.num_documents + 1 - at)
+            index = _read(file, self.idx, _POINTER, document_at + at * _POINTER.itemsize, count)
+            if at == 0 and index[0] != 0:
+                raise UserError(f"{self.idx}: its document index begins with {index[0]}, not with 0; write it again")
+            falls = np.diff(index, prepend=last) < 0
+            if falls.any():
+                bad = at + int(np.argmax(falls))
+                raise UserError(f"{self.idx}: its document index falls at entry {bad}; write the store again")
+            last = int(index[-1])
+        if last != self._sequences:
+            raise UserError(
+                f"{self.idx}: its document index ends at sequence {last}, not at {self._sequences}, "
+                "the number of sequences; write the store again"
+            )
+
+    def _compare_size(self, file: Path, size: int, expected: int) -> None:
+        if size != expected:
+            what = "is cut short" if size < expected else "goes on after its end"
+            raise UserError(
+                f"{file}: {what}: it has {size} bytes, {self.idx.name} makes it {expected}; write or copy it again"
+            )
+
+
+class StoreWriter:
+    """Writes a store document by document, in memory that does not grow with it; use it as a context manager.
+
+    Both files have temporary names in the folder of `prefix` until the block ends without an exception; then
+    PREFIX.bin gets its name, and PREFIX.idx after it. Ids are uint16 for vocabularies under 65,536, else
+    int32. Raises UserError for a vocabulary that int32 cannot number, for files that are there already and
+    what cannot be written, and at the end for a store without tokens.
+    """
+
+    def __init__(self, prefix: str | Path, *, vocab_size: int):
+        if not 1 <= vocab_size <= 2**31:
+            raise UserError(f"vocabulary of {vocab_size}: a token store holds 1 to {2**31} different ids")
+        prefix = os.path.expanduser(prefix)
+        self.idx, self.bin = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        for file in (self.idx, self.bin):
+            if file.exists():
+                raise UserError(f"{file}: is there already; remove it, or write the store under another name")
+        self.vocab_size = vocab_size
+        self.code = 8 if vocab_size < 2**16 else 4
+        self.dtype = np.dtype(DTYPES[self.code])
+        self.num_tokens = 0
+        self.num_documents = 0
+        self._empty = array("q")  # numbers of the documents without tokens
+        token = uuid.uuid4().hex[:8]
+        self._scratch = [file.with_name(f".{file.name}.{token}.tmp") for file in (self.bin, self.idx)]
+        self._files: list[BinaryIO] = []
+        with self._errors():
+            for path in self._scratch:
+                self._files.append(path.open("x+b"))
+            # Sizes are the first table, so they can be written as they come; the counts are filled in at the end.
+            self._files[1].write(bytes(_HEADER.size))
+
+    def append(self, tokens: np.ndarray) -> None:
+        """One document: integers [length], which may be 0. Raises UserError for an id outside the vocabulary,
+        a document over 2^31 - 1 tokens, or a full disk."""
+        self.extend(tokens, np.asarray([len(tokens)]))
+
+    def extend(self, tokens: np.ndarray, sizes: np.ndarray) -> None:
+        """Documents end to end: integers [N], and the integers [documents] that cut them and sum to N.
+
+        Raises UserError as `append` does; nothing of the call is then in the store, a full disk apart.
+        """
+        tokens, sizes = (np.asarray(x) if len(x) else np.empty(0, np.int64) for x in (tokens, sizes))
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or sizes.ndim != 1 or sizes.dtype.kind not in "iu":
+            raise ValueError("tokens and sizes: integers of one dimension each")
+        if (sizes.size and sizes.min() < 0) or int(sizes.sum()) != len(tokens):
+            raise ValueError(f"sizes: do not cut {len(tokens)} tokens")
+        if sizes.size and sizes.max() > _LONGEST:
+            number = self.num_documents + int(np.argmax(sizes > _LONGEST))
+            raise UserError(f"{self.bin}: document {number} has {sizes.max()} tokens, over {_LONGEST}; cut it in parts")
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
+            place = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
+            number = self.num_documents + int(np.searchsorted(np.cumsum(sizes), place, side="right"))
+            raise UserError(
+                f"{self.bin}: document {number} has the id {tokens[place]}, not one of the vocabulary's "
+                f"{self.vocab_size}"
+            )
+        with self._errors():
+            self._files[0].write(np.ascontiguousarray(tokens, self.dtype).data)
+            self._files[1].write(np.ascontiguousarray(sizes[sizes > 0], _SIZE).data)
+        self._empty.extend((self.num_documents + np.flatnonzero(sizes == 0)).tolist())
+        self.num_tokens += len(tokens)
+        self.num_documents += len(sizes)
+
+    def __enter__(self) -> "StoreWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                with self._errors():
+                    self._finish()
+        finally:
+            self._discard()
+
+    def _finish(self) -> None:
+        if not self.num_tokens:
+            raise UserError(f"{self.bin}: not written: no document with a token was added")
+        index = self._files[1]
+        sequences = self.num_documents - len(self._empty)
+        sizes_end = _HEADER.size + sequences * _SIZE.itemsize
+        index.flush()
+        tokens = 0
+        for at in range(0, sequences, _CHUNK):
+            count = min(_CHUNK, sequences - at)
+            sizes = _read(index, self.idx, _SIZE, _HEADER.size + at * _SIZE.itemsize, count)
+            ends = tokens + np.cumsum(sizes, dtype=np.int64)
+            index.seek(sizes_end + at * _POINTER.itemsize)
+            index.write(((ends - sizes) * self.dtype.itemsize).astype(_POINTER).data)
+            tokens = int(ends[-1])
+        empty = np.asarray(self._empty, np.int64)
+        for at in range(0, self.num_documents + 1, _CHUNK):
+            numbers = np.arange(at, min(at + _CHUNK, self.num_documents + 1))
+            index.write((numbers - np.searchsorted(empty, numbers)).astype(_POINTER).data)
+        index.seek(0)
+        index.write(_HEADER.pack(_MAGIC, _VERSION, self.code, sequences, self.num_documents + 1))
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        os.replace(self._scratch[0], self.bin)
+        os.replace(self._scratch[1], self.idx)  # last: a store is there when its index is
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._discard()
+            raise UserError(f"{self.bin}: cannot be written: {error.strerror or error}") from None
+
+    def _discard(self) -> None:
+        for file in self._files:
+            with contextlib.suppress(OSError):  # what a full disk left unwritten
+                file.close()
+        for path in self._scratch:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _mapped(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+    """Read-only [count]; a plain array, whose slices are cheaper than np.memmap's."""
+    return np.asarray(np.memmap(path, dtype, "r", offset, (count,)))
+
+
+def _read(file: BinaryIO, path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+    """[count], in memory. Raises UserError where the file ends before."""
+    file.seek(offset)
+    raw = file.read(count * dtype.itemsize)
+    if len(raw) < count * dtype.itemsize:
+        raise UserError(f"{path}: became shorter while it was read; write or copy the store again")
+    return np.frombuffer(raw, dtype)

@@ -178,7 +178,12 @@ class OptimizerConfig:
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     source: str = key("python", "where text comes from", ("python", "files", "store", "synthetic", "fineweb_edu"))
-    path: str = key("", "files: a folder or glob of .txt/.md/.py/.jsonl; store: PREFIX of .bin and .idx")
+    path: str = key(
+        "",
+        "files: a folder or glob of .txt/.md/.py/.jsonl; store: PREFIX of .bin and .idx, or a mixture "
+        "PREFIX:WEIGHT,PREFIX:WEIGHT,... (WEIGHT is the number after the last colon, 1 if there is none; text that "
+        "as a whole names a store is one PREFIX, commas and colons included)",
+    )
     tokenizer: str = key(
         "bytes",
         "bytes, or a BPE trained on the source; store: how samples are written, bytes or else the ids as numbers",

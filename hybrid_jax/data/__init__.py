@@ -1,4 +1,4 @@
-"""Where batches come from: text of the standard library, files or a token store of the user, or a synthetic
+"""Where batches come from: text of the standard library, files or token stores of the user, or a synthetic
 process.
 
 `open(config.data, sequence_length=2048, vocab_size=32000, seed=42).batch(step, rows=range(8),
@@ -8,6 +8,7 @@ global_batch_size=8)` is a step's batch; see `Dataset` for what is in it.
 import dataclasses
 from typing import TYPE_CHECKING
 
+from hybrid_jax.data import mixture
 from hybrid_jax.data.interface import Dataset, Tokenizer
 from hybrid_jax.data.packing import PackedDataset
 from hybrid_jax.data.prefetch import prefetch
@@ -67,42 +68,72 @@ def open(data: "DataConfig", *, sequence_length: int, vocab_size: int, seed: int
     )
 
 
-def _open_store(data: "DataConfig", sequence_length: int, vocab_size: int, seed: int, training: bool) -> PackedDataset:
+def _open_store(data: "DataConfig", sequence_length: int, vocab_size: int, seed: int, training: bool) -> Dataset:
     """In memory: 16 bytes a document, and 16 more for each epoch whose order is kept; the tokens are mapped."""
+    parts = mixture.parse(data.path)
+    opened = [_open_reader(part.prefix, vocab_size) for part in parts]
+    as_bytes = ByteTokenizer()
+    written_as_bytes = data.tokenizer == "bytes" and max(largest for _, largest in opened) < as_bytes.vocab_size
+    tokenizer: ByteTokenizer | IdTokenizer
+    if written_as_bytes and as_bytes.vocab_size <= vocab_size:
+        tokenizer, samples = as_bytes, "samples as bytes"
+    else:
+        tokenizer, samples = IdTokenizer(vocab_size=vocab_size, end_of_document=vocab_size - 1), "samples as ids"
+    split = "train" if training else "validation"
+    packed, counts = [], []
+    for number, (part, (reader, _)) in enumerate(zip(parts, opened, strict=True)):
+        starts, ours, held_out = split_store(reader.starts(), data.validation_fraction)
+        documents = ours if training else held_out
+        if not len(documents):
+            raise UserError(
+                f"config.data.validation_fraction: {data.validation_fraction} leaves no document of {reader.bin} for "
+                "validation; raise it, or set config.eval.batches=0"
+            )
+        tokens = int((starts[documents + 1] - starts[documents]).sum())
+        counts.append(f"{len(documents):,} {split} documents, {tokens:,} tokens")
+        packed.append(
+            PackedDataset(
+                TokenStore(reader.tokens, starts),
+                tokenizer,
+                sequence_length=sequence_length,
+                seed=seed if len(parts) == 1 else mixture.part_seed(seed, number),
+                training=training,
+                isolate_documents=data.isolate_documents,
+                description=f"{part.prefix} (token store, {reader.dtype}): {counts[-1]} ({samples})",
+                documents=documents,
+                content=reader.digest(),
+            )
+        )
+    if len(parts) == 1:
+        return packed[0]
+    weights = [part.weight for part in parts]
+    whole = mixture.whole_weights(weights)
+    named = [
+        part.prefix + f" {100 * weight / sum(whole):.4g}%" * training + f" ({count})"
+        for part, weight, count in zip(parts, whole, counts, strict=True)
+    ]
+    tokens = sum(part.num_tokens for part in packed)
+    return mixture.MixtureDataset(
+        packed,
+        weights,
+        seed=seed,
+        training=training,
+        description=f"{len(parts)} token stores, {tokens:,} tokens ({samples}): {'; '.join(named)}",
+    )
+
+
+def _open_reader(prefix: str, vocab_size: int) -> tuple[StoreReader, int]:
+    """The store and the largest of its ids that were looked at."""
     try:
-        reader = StoreReader(data.path)
+        reader = StoreReader(prefix)
     except UserError as error:
         raise UserError(f"config.data.path: {error}") from None
     try:
         # The trainer looks at the ids of each batch, so a large store is not read through before the first;
         # but a batch is int32, in which a wider id could pass for another.
-        largest = reader.check_ids(vocab_size, sample=reader.dtype.itemsize <= 4)
+        return reader, reader.check_ids(vocab_size, sample=reader.dtype.itemsize <= 4)
     except UserError as error:
         raise UserError(f"config.model.vocab_size: {error}") from None
-    starts, ours, held_out = split_store(reader.starts(), data.validation_fraction)
-    documents = ours if training else held_out
-    if not len(documents):
-        raise UserError(
-            f"config.data.validation_fraction: {data.validation_fraction} leaves no document of {reader.bin} for "
-            "validation; raise it, or set config.eval.batches=0"
-        )
-    as_bytes = ByteTokenizer()
-    written_as_bytes = data.tokenizer == "bytes" and largest < as_bytes.vocab_size <= vocab_size
-    count = int((starts[documents + 1] - starts[documents]).sum())
-    return PackedDataset(
-        TokenStore(reader.tokens, starts),
-        as_bytes if written_as_bytes else IdTokenizer(vocab_size=vocab_size, end_of_document=vocab_size - 1),
-        sequence_length=sequence_length,
-        seed=seed,
-        training=training,
-        isolate_documents=data.isolate_documents,
-        description=(
-            f"{data.path} (token store, {reader.dtype}): {len(documents):,} {'train' if training else 'validation'} "
-            f"documents, {count:,} tokens (samples as {'bytes' if written_as_bytes else 'ids'})"
-        ),
-        documents=documents,
-        content=reader.digest(),
-    )
 
 
 def _corpus(data: "DataConfig") -> Corpus:

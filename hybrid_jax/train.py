@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -315,7 +316,7 @@ class Training:
     # ---- validation and the end --------------------------------------------------
 
     def _validate(self) -> dict[str, float]:
-        """Validation loss in nats per token and per byte, over the same eval.batches batches every time."""
+        """Validation loss, over the same eval.batches batches every time."""
         if self.valid_data is None:
             return {}
         began = time.perf_counter()
@@ -327,12 +328,19 @@ class Training:
             sums.append(self._evaluate(self.state["params"], self._place(batch, index)))
         total, count = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
         loss = float(total / max(count, 1.0))
-        per_byte = loss / self.valid_data.tokenizer.bytes_per_token
+        said, results = self._per_byte("validation_loss", loss)
         self.console.text(
-            f"validation after step {self.done}: {loss:.4f} nats per token, {per_byte:.4f} per byte "
-            f"({int(count):,} tokens, {time.perf_counter() - began:.1f} s)"
+            f"validation after step {self.done}: {said} ({int(count):,} tokens, {time.perf_counter() - began:.1f} s)"
         )
-        return {"validation_loss": loss, "validation_loss_per_byte": per_byte}
+        return results
+
+    def _per_byte(self, name: str, loss: float) -> tuple[str, dict[str, float]]:
+        """A validation loss in words, and as results: in nats per token, and per byte where those are known."""
+        said, results = f"{loss:.4f} nats per token", {name: loss}
+        size = self.valid_data.tokenizer.bytes_per_token if self.valid_data else math.nan
+        if math.isnan(size):
+            return said, results
+        return f"{said}, {loss / size:.4f} per byte", results | {f"{name}_per_byte": loss / size}
 
     def finish(self, train_data: Dataset) -> None:
         """Final validation (and the n-gram model beside it), sample.txt and loss.png."""
@@ -343,11 +351,10 @@ class Training:
         if self.valid_data is not None and cfg.eval.ngram_order and distributed.is_main():
             windows = cfg.eval.batches * self.placement.global_batch_size
             loss = ngram.nats_per_token(train_data, self.valid_data, cfg.eval.ngram_order, windows)
-            per_byte = loss / self.valid_data.tokenizer.bytes_per_token
-            results |= {"ngram_loss": loss, "ngram_loss_per_byte": per_byte}
+            said, found = self._per_byte("ngram_loss", loss)
+            results |= found
             self.console.text(
-                f"beside it, a Witten-Bell {cfg.eval.ngram_order}-gram model of the same training text: "
-                f"{loss:.4f} nats per token, {per_byte:.4f} per byte"
+                f"beside it, a Witten-Bell {cfg.eval.ngram_order}-gram model of the same training text: {said}"
             )
         self.write_line(**results)
         self._plot()

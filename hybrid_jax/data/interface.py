@@ -18,7 +18,8 @@ class Tokenizer(Protocol):
 
     @property
     def bytes_per_token(self) -> float:
-        """Mean bytes of text per token of the split it was opened with: nats/byte = nats/token / this."""
+        """Mean bytes of text per token of the split it was opened with: nats/byte = nats/token / this. NaN where it is
+        not known."""
         ...
 
     def encode(self, text: str) -> list[int]: ...

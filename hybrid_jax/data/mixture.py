@@ -55,7 +55,7 @@ def parse(path: str) -> list[Part]:
     named twice.
     """
     if _is_store(path) or not set(",:") & set(path):
-        return [Part(path, 1.0)]
+        return [Part(path if _is_store(path) else path.strip(), 1.0)]
     parts: list[Part] = []
     places = set()
     for number, text in enumerate(path.split(","), 1):
@@ -67,6 +67,9 @@ def parse(path: str) -> list[Part]:
                 f"config.data.path: {part.prefix}: its weight {text.rpartition(':')[2].strip()} is not a number above "
                 "0; give one, or leave the store out"
             )
+        name, colon, weight = part.prefix.rpartition(":")
+        if colon and _is_store(name) and not _is_store(part.prefix):
+            raise UserError(f"config.data.path: {name}: its weight {weight!r} is not a number; give PREFIX:WEIGHT")
         place = os.path.realpath(_stem(part.prefix) + ".idx")
         if place in places:
             raise UserError(

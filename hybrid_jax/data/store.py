@@ -222,7 +222,11 @@ class StoreWriter:
     def __init__(self, prefix: str | Path, *, vocab_size: int):
         if not 1 <= vocab_size <= 2**31:
             raise UserError(f"vocabulary of {vocab_size}: a token store holds 1 to {2**31} different ids")
-        prefix = os.path.expanduser(prefix)
+        prefix = os.path.expanduser(prefix).removesuffix(".idx").removesuffix(".bin")
+        if not os.path.basename(prefix):
+            raise UserError(
+                f"{prefix!r}: names no file; give a token store a name, such as {os.path.join(prefix, 'corpus')}"
+            )
         self.idx, self.bin = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         for file in (self.idx, self.bin):
             if file.exists():
@@ -236,11 +240,7 @@ class StoreWriter:
         token = uuid.uuid4().hex[:8]
         self._scratch = [file.with_name(f".{file.name}.{token}.tmp") for file in (self.bin, self.idx)]
         self._files: list[BinaryIO] = []
-        with self._errors():
-            for path in self._scratch:
-                self._files.append(path.open("x+b"))
-            # Sizes are the first table, so they can be written as they come; the counts are filled in at the end.
-            self._files[1].write(bytes(_HEADER.size))
+        self._entered = False
 
     def append(self, tokens: np.ndarray) -> None:
         """One document: integers [length], which may be 0. Raises UserError for an id outside the vocabulary,
@@ -252,9 +252,14 @@ class StoreWriter:
 
         Raises UserError as `append` does; nothing of the call is then in the store, a full disk apart.
         """
+        if not self._entered:
+            raise ValueError("StoreWriter: use it in a with block, whose end gives the files their names")
         tokens, sizes = (np.asarray(x) if len(x) else np.empty(0, np.int64) for x in (tokens, sizes))
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or sizes.ndim != 1 or sizes.dtype.kind not in "iu":
-            raise ValueError("tokens and sizes: integers of one dimension each")
+            raise ValueError(
+                "tokens and sizes: arrays of integers, of one dimension each; for text as bytes, "
+                "np.frombuffer(text, np.uint8)"
+            )
         if (sizes.size and sizes.min() < 0) or int(sizes.sum()) != len(tokens):
             raise ValueError(f"sizes: do not cut {len(tokens)} tokens")
         if sizes.size and sizes.max() > _LONGEST:
@@ -275,6 +280,12 @@ class StoreWriter:
         self.num_documents += len(sizes)
 
     def __enter__(self) -> "StoreWriter":
+        with self._errors():
+            for path in self._scratch:
+                self._files.append(path.open("x+b"))
+            # Sizes are the first table, so they can be written as they come; the counts are filled in at the end.
+            self._files[1].write(bytes(_HEADER.size))
+        self._entered = True
         return self
 
     def __exit__(

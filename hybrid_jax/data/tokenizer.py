@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,11 +115,11 @@ class BpeTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class IdTokenizer:
-    """For sources without text: an id is written as its number, and counts as one byte."""
+    """For sources without text: an id is written as its number, and how many bytes it stands for is not known."""
 
     vocab_size: int
     end_of_document: int
-    bytes_per_token: float = 1.0
+    bytes_per_token: float = math.nan
 
     def encode(self, text: str) -> list[int]:
         """Raises UserError for anything but numbers of ids, separated by spaces."""

@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import re
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hybrid_jax.data import mixture
 from hybrid_jax.data.interface import Dataset
 from hybrid_jax.data.mixture import Part, Schedule, whole_weights
 from hybrid_jax.data.store import StoreWriter
+from hybrid_jax.errors import UserError
 from tests.data.test_store import one_line, write
 
 KEYS = ("tokens", "targets", "segment_ids", "positions")
@@ -250,7 +252,14 @@ def test_what_is_a_weight():
     assert mixture.parse("a, b:2e-4 ,/c d/e") == [Part("a", 1.0), Part("b", 2e-4), Part("/c d/e", 1.0)]
     assert mixture.parse("a:2:1,c:/b,d:x:3") == [Part("a:2", 1.0), Part("c:/b", 1.0), Part("d:x", 3.0)]
     assert mixture.parse("c:/b") == [Part("c:/b", 1.0)]
-    assert mixture.parse(" a") == [Part(" a", 1.0)]
+    assert mixture.parse(" a ") == [Part("a", 1.0)]
+
+
+@pytest.mark.parametrize("weight", ["70%", "abc", "", "0.5.1"])
+def test_a_mistyped_weight_is_not_a_missing_file(tmp_path, weight):
+    write(tmp_path / "a", [[1, 2, 3], [4, 5]], 400)
+    with pytest.raises(UserError, match=re.escape(f"/a: its weight {weight!r} is not a number; give PREFIX:WEIGHT")):
+        mixture.parse(f"{tmp_path}/a:{weight},{tmp_path}/b")
 
 
 @pytest.mark.parametrize("name", ["a:b", "a,b", "a:0.5", "a:0.5,b:nan", "a:0", ",", "a, b:"])

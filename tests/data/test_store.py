@@ -204,14 +204,19 @@ def test_what_a_writer_refuses(tmp_path):
     assert "store.bin: not written: no document with a token was added" in one_line(nothing)
     assert list(tmp_path.iterdir()) == []
     assert "vocabulary of 0" in one_line(StoreWriter, tmp_path / "store", vocab_size=0)
-    missing = one_line(StoreWriter, tmp_path / "no" / "store", vocab_size=10)
+    missing = one_line(StoreWriter(tmp_path / "no" / "store", vocab_size=10).__enter__)
     assert "store.bin: cannot be written: No such file or directory" in missing
     with StoreWriter(tmp_path / "store", vocab_size=10) as writer:
         with pytest.raises(ValueError, match="do not cut 3 tokens"):
             writer.extend(np.asarray([1, 2, 3]), np.asarray([1, 1]))
-        with pytest.raises(ValueError, match="integers of one dimension"):
+        with pytest.raises(ValueError, match="integers, of one dimension"):
             writer.append(np.asarray([1.0]))
         writer.append([1, 2])
+    with pytest.raises(ValueError, match="use it in a with block"):
+        StoreWriter(tmp_path / "other", vocab_size=10).append([1, 2])
+    assert "names no file" in one_line(StoreWriter, f"{tmp_path}/", vocab_size=10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store.bin", "store.idx"]
+    assert StoreWriter(tmp_path / "other.bin", vocab_size=10).idx == tmp_path / "other.idx"  # as a reader takes it
     before = (tmp_path / "store.bin").read_bytes()
     assert "store.idx: is there already; remove it" in one_line(StoreWriter, tmp_path / "store", vocab_size=10)
     assert (tmp_path / "store.bin").read_bytes() == before

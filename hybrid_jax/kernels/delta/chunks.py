@@ -1,12 +1,12 @@
 """Device functions on one chunk of a row that the kernels of both delta rules use; symbols as in kernels.gdn.triton.
 
-Shapes: T time, H q/k heads, HV value heads, K key dim, C chunk.
+Shapes: T time, HV value heads, C chunk.
 """
 
 import triton
 import triton.language as tl
 
-from hybrid_jax.kernels.device import dot, load_rows, split, store_rows, unit_lower_inverse
+from hybrid_jax.kernels.device import dot, split, unit_lower_inverse
 
 
 @triton.jit
@@ -67,12 +67,3 @@ def local_gradient(P, do, high, low, PARTS: tl.constexpr):
     if PARTS == 2:
         dv += dot(tl.trans(high), rest)
     return dv
-
-
-@triton.jit
-def store_unnormalised(out, dx, x, start, n, key, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
-    """The gradient of x from dx, that of u = x / |x| times 1 / |x|: dx - u (u . dx)."""
-    tile = load_rows(x + start, n * C, H * K, key, C, T, K)
-    unit = tile * inverse_norm(tile)[:, None]
-    dx -= unit * tl.sum(unit * dx, axis=1)[:, None]
-    store_rows(out + start, dx, n * C, H * K, key, C, T, K)

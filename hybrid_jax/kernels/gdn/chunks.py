@@ -14,7 +14,6 @@ from hybrid_jax.kernels.delta.chunks import (
     load_strength,
     local_gradient,
     store_inverse,
-    store_unnormalised,
 )
 from hybrid_jax.kernels.device import dot, load_rows, prefix_sum, split, store_rows, strict_prefix_sum, suffix_sum
 
@@ -243,7 +242,7 @@ def query_gradients(
         row = (b * HV + head) * (N * C) + n * C + at
         tl.store(log_decays + row, log_decay)
         tl.store(of_queries + row, entering * of_q)
-    store_unnormalised(dq, dq_tile, q, start, n, key, T, H, K, C)
+    _store_unnormalised(dq, dq_tile, q, start, n, key, T, H, K, C)
 
 
 @triton.jit
@@ -330,4 +329,13 @@ def key_gradients(
         dgate = suffix_sum(log_decay, document, PACKED) + strict_prefix_sum(out_of, C) + whole * through
         tl.store(dg + here, dgate, mask=token < T)
         tl.store(dbeta + here, dstrength, mask=token < T)
-    store_unnormalised(dk, dk_tile, k, start, n, key, T, H, K, C)
+    _store_unnormalised(dk, dk_tile, k, start, n, key, T, H, K, C)
+
+
+@triton.jit
+def _store_unnormalised(out, dx, x, start, n, key, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+    """The gradient of x from dx, that of u = x / |x| times 1 / |x|: dx - u (u . dx)."""
+    tile = load_rows(x + start, n * C, H * K, key, C, T, K)
+    unit = tile * inverse_norm(tile)[:, None]
+    dx -= unit * tl.sum(unit * dx, axis=1)[:, None]
+    store_rows(out + start, dx, n * C, H * K, key, C, T, K)

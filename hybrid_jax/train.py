@@ -20,7 +20,7 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from hybrid_jax import checkpoint, data, distributed, feed, flops, metrics, report, sharding
+from hybrid_jax import checkpoint, data, distributed, feed, flops, metrics, provenance, report, sharding
 from hybrid_jax import config as config_lib
 from hybrid_jax.config import Config
 from hybrid_jax.data import ngram
@@ -87,7 +87,7 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
     prompt = _prompt(cfg, train_data)
 
     # ---- state: restored, or fresh -----------------------------------------------
-    meta = checkpoint.describe(cfg, train_data.fingerprint)
+    meta = provenance.describe(cfg, train_data.fingerprint)
     checkpoints = restored = None
     if not cfg.checkpoint.every_steps and any((workdir / "checkpoints").glob("[0-9]*")):
         raise UserError(
@@ -99,7 +99,7 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
         restored = checkpoints.restore(programs.state)
     if restored:
         state, start, saved_meta = restored
-        for line in checkpoint.changes(saved_meta, meta):
+        for line in provenance.changes(saved_meta, meta):
             console.text(f"note: {line}")
     else:
         console.phase("drawing the initial parameters")

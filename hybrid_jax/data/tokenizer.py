@@ -35,6 +35,16 @@ class TokenStore:
     tokens: np.ndarray
     starts: np.ndarray
 
+    @property
+    def num_documents(self) -> int:
+        return len(self.starts) - 1
+
+    def lengths(self, numbers: np.ndarray) -> np.ndarray:
+        return self.starts[numbers + 1] - self.starts[numbers]
+
+    def first_tokens(self, numbers: np.ndarray) -> np.ndarray:
+        return self.starts[numbers]
+
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:

@@ -79,15 +79,14 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
 
     # ---- data --------------------------------------------------------------------
     console.phase("opening the data")
-    train_data = _open_data(cfg, "train")
-    valid_data = _open_data(cfg, "validation") if cfg.eval.batches else None
+    train_data, valid_data = data.open_splits(cfg)
     if main:
         console.text(report.banner(cfg, jax.devices(), workdir))
         console.text(f"data        {train_data.description}")
     prompt = _prompt(cfg, train_data)
 
     # ---- state: restored, or fresh -----------------------------------------------
-    meta = provenance.describe(cfg, train_data.fingerprint)
+    meta = provenance.describe(cfg, train_data.identity)
     checkpoints = restored = None
     if not cfg.checkpoint.every_steps and any((workdir / "checkpoints").glob("[0-9]*")):
         raise UserError(
@@ -427,16 +426,6 @@ class _Profile:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _open_data(cfg: Config, split: str) -> Dataset:
-    return data.open(
-        cfg.data,
-        sequence_length=cfg.train.sequence_length,
-        vocab_size=cfg.model.vocab_size,
-        seed=cfg.train.seed,
-        split=split,
-    )
 
 
 def _on_one_device(params: Any) -> Any:

@@ -134,9 +134,10 @@ def run(arguments: list[str]) -> int:
         raise UserError("--config: missing; give a config file, as in --config=configs/tiny_hybrid.py (see --help)")
     config = config_file.load(values.config, options.overrides)
     if values.dry_run == "report":
-        from hybrid_jax import report
+        from hybrid_jax import data, report
 
-        _show(report.dry_run(config) + "\n\nActivations come on top; --dry_run=compile tells how much.")
+        found = data.dry_run(config)  # first: a mistake is to be one line and nothing else
+        _show(f"{report.dry_run(config)}\n\n{found}\n\nActivations come on top; --dry_run=compile tells how much.")
         return 0
     start_devices(values)
     from hybrid_jax.kernels import dispatch
@@ -176,9 +177,10 @@ def start_devices(values: flags.FlagValues) -> None:
 
 def compile_only(config: Config) -> int:
     """--dry_run=compile: the dry-run table, then what compiling the step for these devices tells."""
-    from hybrid_jax import report
+    from hybrid_jax import data, report
 
-    print(report.dry_run(config) + "\n", flush=True)
+    found = data.dry_run(config)
+    print(f"{report.dry_run(config)}\n\n{found}\n", flush=True)
     print(report.compiled(config))
     return 0
 

@@ -1,6 +1,5 @@
 """Checkpoints: what is kept, what is found again, and what a wrong or damaged one leads to."""
 
-import dataclasses
 import os
 import re
 
@@ -9,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hybrid_jax import checkpoint, sharding
-from hybrid_jax.config import Config, MeshConfig, ModelConfig, TrainConfig
+from hybrid_jax import checkpoint, provenance, sharding
+from hybrid_jax.config import MeshConfig
 from hybrid_jax.errors import UserError
 
 META = {
-    "schema": checkpoint.SCHEMA,
+    "schema": provenance.SCHEMA,
     "pattern": "G-",
     "config": {"train": {"seed": 1}},
     "packages": {},
@@ -182,23 +181,7 @@ def test_another_tree_is_one_line_naming_the_paths(tmp_path):
 
 
 def test_a_newer_schema_is_refused(tmp_path):
-    with _open(tmp_path, meta={**META, "schema": checkpoint.SCHEMA + 1}) as checkpoints:
+    with _open(tmp_path, meta={**META, "schema": provenance.SCHEMA + 1}) as checkpoints:
         checkpoints.save(1, _state(1.0))
     with _open(tmp_path) as checkpoints, pytest.raises(UserError, match="written by a newer hybrid_jax"):
         checkpoints.restore(_wanted())
-
-
-def test_description_of_a_run():
-    cfg = Config(model=ModelConfig(pattern="*-M-", mixer="kda"), train=TrainConfig(seed=7))
-    meta = checkpoint.describe(cfg, "f00d")
-    assert meta["schema"] == checkpoint.SCHEMA and meta["pattern"] == "*-K-" and meta["data"] == "f00d"
-    assert meta["config"]["train"]["seed"] == 7 and meta["packages"]["jax"] == jax.__version__
-    assert checkpoint.changes(meta, meta) == []
-    other = checkpoint.describe(Config(model=cfg.model, train=TrainConfig(seed=8)), "beef")
-    assert checkpoint.changes(meta, other) == ["config.train.seed was 7 when this checkpoint was written and is 8 now"]
-    assert "the data changed" in checkpoint.changes(meta, {**meta, "data": "beef"})[0]
-    model = dataclasses.replace(cfg.model, norm_eps=1e-5, gdn=dataclasses.replace(cfg.model.gdn, allow_neg_eigval=True))
-    longer = checkpoint.describe(Config(model=model, train=TrainConfig(seed=7, steps=9)), "f00d")
-    told = checkpoint.changes(meta, longer)
-    assert len(told) == 2 and "config.model.norm_eps was 1e-06" in told[0] and "gdn.allow_neg_eigval was" in told[1]
-    assert "record of its config is missing" in checkpoint.changes({}, meta)[0]

@@ -100,8 +100,8 @@ def prepare(
     """All that follows from q, k, gates and beta: one program a chunk and value head.
 
     inverse [B,N,HV,PARTS,C,C]: T' as high and low part. readers [B,T,HV,K]: gamma K. queries: scale gamma Q.
-    writers: X. attention [B,N,HV,C,C]: P. carries [B,HV,N,K]: the chunk's decay. q_norms, k_norms, lowest
-    [B,HV,N C]: scale / |q|, 1 / |k|, and the least sum of gates of any channel from the block's start through the token.
+    writers: X. attention [B,N,HV,C,C]: P. carries [B,HV,N,K]: the chunk's decay. q_norms, k_norms, lowest [B,HV,N C]:
+    scale / |q|, 1 / |k|, and the least sum, of all channels, of gates from the block's start through a token.
     """
     program = tl.program_id(0)
     head = program % HV

@@ -153,8 +153,7 @@ class Checkpoints:
         )
         self._whole = set(self._listed())
         for name in unfinished:
-            if not name.isdigit() or int(name) not in self._whole:
-                self.log(f"{self.folder / name} was not written to its end and is not used")
+            self.log(f"{self.folder / name} was not written to its end and is deleted")
 
     def _listed(self) -> list[int]:
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
@@ -399,7 +398,8 @@ class Checkpoints:
         try:
             found = self._orbax.metadata(step)
         except Exception:  # orbax raises many kinds, by which file is damaged
-            return {}, None, "its files are incomplete or damaged"
+            whole = (self.folder / str(step) / "_CHECKPOINT_METADATA").exists()
+            return {}, None, "its index is damaged" if whole else "_CHECKPOINT_METADATA is missing"
         meta, saved = dict(found.custom_metadata or {}), found.metadata
         if isinstance(saved, dict) and set(saved) == {_STATE}:
             saved = saved[_STATE]
@@ -426,12 +426,11 @@ def _without_tracebacks(record: logging.LogRecord) -> bool:
 
 
 def _unfinished(folder: Path) -> list[str]:
-    """Names of what may be checkpoints that were not written to their end."""
+    """Names of what a write that did not end has left."""
     try:
-        names = [path.name for path in folder.iterdir() if path.is_dir()]
+        return sorted(path.name for path in folder.iterdir() if _TEMPORARY in path.name)
     except OSError:
         return []
-    return sorted(name for name in names if name.isdigit() or (_TEMPORARY in name and name.split(".")[0].isdigit()))
 
 
 @jax.jit

@@ -208,7 +208,7 @@ class Training:
                         self.console.phase(f"profile written to {profile.folder}")
                     more = self._validate() if validates else {}
                     if saves:
-                        more |= self._save()
+                        self._save()
                     if step < steps:  # the last line waits for `finish`
                         self.write_line(**more)
                     self.clock.start()
@@ -294,14 +294,14 @@ class Training:
             "sublayer"
         )
 
-    def _save(self) -> dict[str, float]:
-        """Starts a checkpoint of the state; returns for how long that held training up."""
+    def _save(self) -> None:
+        """Starts a checkpoint of the state; for how long that held training up goes into the step's line."""
         if not self.checkpoints:
-            return {}
+            return
         began = time.perf_counter()
         if self.bad_steps:  # what led here may be in the state: do not push good checkpoints out
             self.console.text(f"step {self.done}: not saved, as it was not finite")
-            return {}
+            return
         finite, _ = self.programs.inspect(self.state["params"])
         if not finite.all():
             bad = self.programs.describe_group(int(np.argmin(finite)))
@@ -310,7 +310,8 @@ class Training:
             raise UserError(f"step {self.done}: the parameters of {bad} are not finite and were not saved; {kept}")
         self.checkpoints.save(self.done, self.state)
         self.write_failures()
-        return {"checkpoint_seconds": time.perf_counter() - began}
+        if self._line is not None:
+            self._line[1]["checkpoint_seconds"] = time.perf_counter() - began
 
     def _look_at_checkpoint(self) -> None:
         """Says at once when a checkpoint could not be written; raises UserError when it was one too many."""
@@ -384,7 +385,8 @@ class Training:
     def finish(self, train_data: Dataset) -> None:
         """Final validation (and the n-gram model beside it), sample.txt and loss.png."""
         cfg = self.cfg
-        self.request.no_more_steps()
+        if jax.process_count() == 1:  # of several, none may leave the others waiting
+            self.request.no_more_steps()
         self._end_checkpoints()
         results = self._validate()
         if self.valid_data is not None and cfg.eval.ngram_order and distributed.is_main():

@@ -123,7 +123,7 @@ class Checkpoints:
         self._write: pending.Write | None = None
         self._abandoned = False
         self._opened = 0
-        logging.getLogger("absl").addFilter(_without_tracebacks)
+        logging.getLogger("absl").addFilter(_not_of_orbax)
         self._open()
 
     def __enter__(self) -> Checkpoints:
@@ -308,7 +308,7 @@ class Checkpoints:
         try:
             self._close()
         finally:
-            logging.getLogger("absl").removeFilter(_without_tracebacks)
+            logging.getLogger("absl").removeFilter(_not_of_orbax)
 
     def _close(self) -> None:
         if self._abandoned:  # others are gone: there is nobody to end it with
@@ -420,9 +420,10 @@ class Checkpoints:
             asyncio_log.setLevel(level)
 
 
-def _without_tracebacks(record: logging.LogRecord) -> bool:
-    """A filter: Orbax prints a traceback for each of its threads that a failed write ends. It is told in one line."""
-    return not (record.exc_info and "orbax" in record.pathname)
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    """A filter: Orbax prints a traceback for each of its threads that a failed write ends, and warnings of what is
+    damaged. Both are told in one line here."""
+    return record.levelno < logging.WARNING or "orbax" not in record.pathname
 
 
 def _unfinished(folder: Path) -> list[str]:

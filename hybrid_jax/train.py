@@ -174,6 +174,8 @@ class Training:
             return
         self.console.phase("compiling the training step")
         step_fn = self.programs.compile_step()
+        if self.checkpoints:
+            self.programs.inspect(self.state["params"])  # compiles what the first checkpoint would wait for
         several = jax.process_count() > 1
         flags = {0: self.programs.stop_flags(0)}
         profile = _Profile(cfg.train.profile_steps, steps, self.workdir / "profile")

@@ -155,6 +155,14 @@ class Checkpoints:
         for name in unfinished:
             self.log(f"{self.folder / name} was not written to its end and is deleted")
 
+    def _try_open(self) -> str:
+        """`_open`, or why the folder cannot be read."""
+        try:
+            self._open()
+        except Exception as error:  # orbax raises many kinds
+            return pending.reason(error)
+        return ""
+
     def _listed(self) -> list[int]:
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
@@ -173,14 +181,14 @@ class Checkpoints:
         """
         self._settle()
         self._lost = None
-        if step in self.steps():
-            return
         said = self._agree(self._probe() or (_STALE if self._listed() != self.steps() else ""), f"checkpoint {step}")
-        if reason := pending.joined({process: text for process, text in said.items() if text != _STALE}):
+        reason = pending.joined({process: text for process, text in said.items() if text != _STALE})
+        if said and not reason:
+            reason = self._try_open()
+        if reason:
             self._count_failure(step, reason)
+        if reason or step in self.steps():
             return
-        if said:
-            self._open()
         meta = {**self.meta, **(record or {})}
         self._write = pending.Write(step, meta, time.monotonic() + self.timeout_seconds)
         try:
@@ -263,11 +271,8 @@ class Checkpoints:
             for path in self.folder.glob(f"{step}.*{_TEMPORARY}*"):
                 shutil.rmtree(path, ignore_errors=True)
         # Orbax has forgotten what this write would have replaced, and may remember what it did not write.
-        known = self.steps()
         if self.folder.is_dir():
-            self._open()
-        else:
-            self._whole = set(known)
+            self._try_open()  # if it cannot, `save` sees that its list is stale, and tries again
 
     def _count_failure(self, step: int, reason: str) -> None:
         self._failed += 1

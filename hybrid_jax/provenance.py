@@ -1,6 +1,6 @@
 """What a run's checkpoints say of where they come from, and whether a restart goes on with the same thing.
 
-No jax here: plain data, JSON-ready.
+Plain data, JSON-ready.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from hybrid_jax.errors import UserError
 if TYPE_CHECKING:
     from hybrid_jax.config import Config
 
-SCHEMA = 1  # raise when the state's tree changes in a way that old checkpoints cannot be read into
 PACKAGES = ("hybrid_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 # Keys of the config that may differ from one start of a run to the next without a word; those of `data`, and these
 # of `train`, are compared by what they make of the data.
 _OF_THE_DATA = ("seed", "sequence_length", "global_batch_size")
 _FREE_KEYS = {
-    "train": ("steps", "max_bad_steps", "profile_steps", "micro_batch_size"),
+    "train": ("steps", "max_bad_steps", "profile_steps", "requeue_exit_code", "micro_batch_size"),
     "model": ("remat", "loss_chunk_tokens"),
     "optimizer": (),
 }
@@ -40,6 +39,7 @@ def describe(cfg: Config, data: Mapping[str, str]) -> dict[str, Any]:
     them a step reads.
     """
     from hybrid_jax import config as config_lib
+    from hybrid_jax.schema import SCHEMA
 
     versions = {"python": platform.python_version()}
     for name in PACKAGES:

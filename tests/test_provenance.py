@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from hybrid_jax import provenance
+from hybrid_jax import provenance, schema
 from hybrid_jax.config import Config, DataConfig, ModelConfig, TrainConfig
 from hybrid_jax.errors import UserError
 
@@ -22,7 +22,7 @@ def with_train(**changed):
 
 def test_description_of_a_run():
     meta = provenance.describe(CFG, DATA)
-    assert meta["schema"] == provenance.SCHEMA and meta["pattern"] == "*-K-"
+    assert meta["schema"] == schema.SCHEMA and meta["pattern"] == "*-K-"
     assert meta["config"]["train"]["seed"] == 7 and meta["packages"]["jax"] == jax.__version__
     assert meta["data_identity"] == {**DATA, "train.global_batch_size": "8"} and len(meta["data"]) == 32
     assert provenance.changes(meta, meta) == []

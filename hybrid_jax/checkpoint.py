@@ -13,7 +13,7 @@ import importlib.metadata
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,13 +134,22 @@ class Checkpoints:
         """Steps of the whole checkpoints, oldest first."""
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
-    def save(self, step: int, state: PyTree) -> None:
-        """Starts writing; returns when `state` has been copied, so that it may be donated. Replaces
-        nothing."""
+    def save(self, step: int, state: PyTree, record: Mapping[str, Any] | None = None) -> None:
+        """Starts writing; returns when `state` has been copied, so that it may be donated. Replaces nothing.
+
+        `record`, JSON, is found again in the meta that `restore` returns.
+        """
         if step in self.steps():
             return
+        meta = {**self.meta, **(record or {})}
         with self._writing():
-            self._orbax.save_async(step, state, force=True, checkpointable_name=_STATE, custom_metadata=self.meta)
+            self._orbax.save_async(step, state, force=True, checkpointable_name=_STATE, custom_metadata=meta)
+
+    def delete_after(self, step: int) -> None:
+        """Deletes the checkpoints that are newer than `step`, newest first. None may be being written."""
+        for newer in reversed(self.steps()):
+            if newer > step:
+                self._orbax.delete(newer)
 
     def wait(self) -> None:
         """Until what was started has been written. Raises UserError if writing failed."""

@@ -201,6 +201,8 @@ def _check_logistics(config: Config) -> None:
             f"config.eval.ngram_order: {config.eval.ngram_order}, but n-grams are counted in memory, where a token "
             "store need not fit; set it to 0 with data.source 'store'"
         )
+    _not_negative("config.divergence", config.divergence, "max_rollbacks", "spike_steps")
+    _positive("config.divergence", config.divergence, "window", "width")
     _not_negative("config.checkpoint", config.checkpoint, "every_steps")
     _positive("config.checkpoint", config.checkpoint, "keep")
     _positive("config.log", config.log, "every_steps")

@@ -295,6 +295,7 @@ def test_too_many_bad_steps_end_the_run_and_name_the_parameter_group(tmp_path, m
         tmp_path / "run",
         model__pattern="A-A-",
         train__max_bad_steps=3,
+        divergence__max_rollbacks=0,
         checkpoint__every_steps=1,
         train__steps=9,
     )
@@ -313,8 +314,10 @@ def test_too_many_bad_steps_end_the_run_and_name_the_parameter_group(tmp_path, m
     assert "config.train.max_bad_steps: 3 steps in a row were not finite" in text
     assert "the parameters of layers.0.mixer.o_proj.weight[0] (sublayer 0, 'A') are not finite" in text
     assert "no checkpoint was written" in text and "\n" not in text
-    lines = lines_of(tmp_path / "run")
+    lines, _ = metrics.course(lines_of(tmp_path / "run"))
     assert [line["step"] for line in lines] == [1, 2, 3]
+    events = [(line["step"], line["event"]) for line in lines_of(tmp_path / "run") if "event" in line]
+    assert events == [(1, "not_saved"), (2, "not_saved"), (3, "stopped")]
     assert lines[2]["loss"] is None and lines[2]["skipped"] == 3
     assert not [p for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()]
     assert "step 1: the loss and the gradient of" in capsys.readouterr().out

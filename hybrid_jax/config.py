@@ -183,8 +183,8 @@ class OptimizerConfig:
 class DivergenceConfig:
     max_rollbacks: int = key(3, "returns to the last good checkpoint and past the data since, in a run (0 = none)")
     spike_steps: int = key(32, "steps in a row with the loss above its band that are a divergence (0 = none are)")
-    window: int = key(128, "good steps, the last ones, whose losses make the band")
-    width: float = key(6.0, "of the band above the median, in robust standard deviations (at least 1% each)")
+    window: int = key(128, "good steps, the last ones, whose losses make the band; it moves down only")
+    width: float = key(6.0, "of the band above their median, in robust standard deviations (each at least 1% of it)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,16 @@ def plot(metrics_path: Path, image_path: Path, title: str) -> bool:
     for number, part in enumerate(undone):
         shown = [(x["step"], x["loss"]) for x in part if isinstance(x.get("loss"), (int, float))]
         label = "rolled back" if number == 0 else None
-        axes.plot([s for s, _ in shown], [v for _, v in shown], "x-", color="tab:orange", markersize=3, label=label)
+        axes.plot(
+            [s for s, _ in shown],
+            [v for _, v in shown],
+            "x-",
+            color="tab:orange",
+            alpha=0.6,
+            linewidth=0.8,
+            markersize=3,
+            label=label,
+        )
     if valid:
         axes.plot(
             *zip(*valid, strict=True),

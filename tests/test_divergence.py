@@ -31,10 +31,13 @@ NOISY = [3.0, 3.1, 2.9, 3.05, 2.95, 3.0, 3.1, 2.9]
 
 def test_the_band_is_the_median_and_a_multiple_of_the_deviation_from_it():
     # median 3, deviations 0 .1 .1 .05 .05 0 .1 .1: their median is (.05 + .1) / 2
-    assert divergence.upper_edge(NOISY, 6.0) == pytest.approx(3.0 + 6 * 1.4826 * 0.075)
-    assert divergence.upper_edge([*NOISY[:-1], 1e9], 6.0) < 4.0  # an odd one does not move it far
-    assert divergence.upper_edge([2.5] * 8, 6.0) == pytest.approx(2.5 + 6 * 0.025)  # a hundredth of the median
-    assert divergence.upper_edge([0.1] * 8, 6.0) == pytest.approx(0.1 + 6 * 0.01)  # and no less than of 1
+    assert divergence.band(NOISY) == pytest.approx((3.0, 1.4826 * 0.075))
+    assert divergence.band([*NOISY[:-1], 1e9])[1] < 0.2  # an odd one does not move it far
+    assert divergence.band([2.5] * 8) == pytest.approx((2.5, 0.025))  # a hundredth of the median
+    assert divergence.band([0.1] * 8) == pytest.approx((0.1, 0.01))  # and no less than of 1
+    watch = detector()
+    assert feed(watch, NOISY)[1] is None
+    assert watch.limit == pytest.approx(3.0 + 6 * 1.4826 * 0.075)
 
 
 def test_so_many_in_a_row_above_the_band_are_a_divergence():
@@ -44,9 +47,19 @@ def test_so_many_in_a_row_above_the_band_are_a_divergence():
     assert "3 steps in a row had a loss above 3.6" in verdict.reason
 
 
-def test_there_is_no_band_before_its_window_is_full_nor_for_a_loss_that_falls():
-    assert feed(detector(), [*NOISY[:7], 50.0, 50.0, 50.0])[1] is None  # the first of them fills it
+def test_before_the_window_is_full_the_band_is_around_knowing_nothing():
+    start = math.log(64)  # of the tiny config
+    assert feed(detector(), [start, *[1.05 * start] * 7])[1] is None
+    assert feed(detector(), [start, *[1.07 * start] * 3])[0] == 4
+    assert feed(detector(), [2.0, *[1.05 * start] * 6])[1] is None  # a first one that is low says nothing
+    assert feed(detector(), [90.0, *[95.0] * 6])[1] is None  # one that is high is where it began
+    assert feed(detector(), [90.0, *[96.0] * 3])[0] == 4
+
+
+def test_a_loss_that_falls_is_fine_and_one_that_climbs_slowly_is_not():
     assert feed(detector(), [12 * 0.9**n for n in range(60)])[1] is None
+    step, _ = feed(detector(window=20), [3.0 * 1.005**n for n in range(200)])
+    assert 20 < step < 60
 
 
 def test_what_is_above_the_band_does_not_move_it():
@@ -59,6 +72,15 @@ def test_what_is_above_the_band_does_not_move_it():
     assert watch.off == 0
 
 
+def test_another_width_or_window_holds_from_the_next_start_on():
+    narrow = detector()
+    feed(narrow, [*NOISY, 3.3])
+    for keys, limit in (({"width": 60.0}, 3.0 + 60 * 1.4826 * 0.075), ({"window": 4}, narrow.limit)):
+        other = detector(**keys)
+        other.resume(narrow.record)
+        assert other.limit == pytest.approx(limit)
+
+
 def test_steps_that_are_not_finite_count_by_their_own_limit_and_go_on_a_stretch():
     step, verdict = feed(detector(), [None] * 5)
     assert (step, verdict.first, verdict.where) == (4, 1, "config.train.max_bad_steps")
@@ -66,7 +88,7 @@ def test_steps_that_are_not_finite_count_by_their_own_limit_and_go_on_a_stretch(
     assert (step, verdict.first) == (14, 9)  # what began before them is part of it
     step, verdict = feed(detector(), [*NOISY, 9.0, None, 9.0])
     assert (step, verdict.first, verdict.where) == (11, 9, "config.divergence.spike_steps")
-    assert feed(detector(spike_steps=2), [3.0, None, None, None, 3.0])[1] is None  # there is no band yet
+    assert feed(detector(spike_steps=2), [None, None, None, 3.0])[1] is None  # there is no band yet
 
 
 @pytest.mark.parametrize("keys", [{"max_rollbacks": 0}, {"spike_steps": 0}])
@@ -92,4 +114,4 @@ def test_a_resumed_detector_decides_as_one_that_was_not_stopped(cut):
         step, verdict = feed(second, losses[cut:], cut + 1)
         assert not early and (step, verdict.first, verdict.reason) == (12, whole[1].first, whole[1].reason)
     second.resume({})  # of a checkpoint that knows nothing of it
-    assert feed(second, [50.0] * 5)[1] is None
+    assert feed(second, [50.0] * 5)[1] is None and feed(second, [54.0] * 3)[1]

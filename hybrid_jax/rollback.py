@@ -103,14 +103,14 @@ class History:
             checkpoints.delete_after(self.rollbacks[-1].to)
             self._write(self.rollbacks, unfinished=False)
 
-    def resume(self, saved: Mapping[str, Any]) -> bool:
-        """Goes on from a checkpoint's meta, or an empty one where there is none; False: the file was not of this run.
+    def resume(self, saved: Mapping[str, Any] | None) -> bool:
+        """Goes on from a checkpoint's meta, None where there is none; False: the file was of a run that is gone.
 
         A checkpoint knows of more roll-backs than the file where the file is gone, and of fewer where it was gone back
         to.
         """
-        known = _parse(saved.get("rollbacks", ()))
-        stale = not saved and bool(self.rollbacks) and self.rollbacks[-1].to > 0  # to a checkpoint that is gone
+        known = _parse((saved or {}).get("rollbacks", ()))
+        stale = saved is None and bool(self.rollbacks) and self.rollbacks[-1].to > 0  # to a checkpoint that is gone
         if stale or len(known) > len(self.rollbacks):
             self._write(known, unfinished=False)
         return not stale

@@ -27,7 +27,7 @@ from hybrid_jax.config import Config
 from hybrid_jax.data import ngram
 from hybrid_jax.data.interface import Dataset
 from hybrid_jax.errors import UserError
-from hybrid_jax.generate import generate
+from hybrid_jax.generate import generate, on_one_device, prompt_ids
 from hybrid_jax.plot import plot
 from hybrid_jax.profiling import Profile
 from hybrid_jax.signals import StopRequest
@@ -87,7 +87,7 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
     if main:
         console.text(report.banner(cfg, jax.devices(), workdir))
         console.text(f"data        {train_data.description}")
-    prompt = _prompt(cfg, train_data)
+    prompt = prompt_ids(cfg.eval, train_data.tokenizer)  # now and not after the run, as it may fail
 
     # ---- state: restored, or fresh -----------------------------------------------
     meta = checkpoint.describe(cfg, train_data.fingerprint)
@@ -159,8 +159,7 @@ class Training:
     def restore(self) -> None:
         """Takes the newest checkpoint's state, or the initial one where there is none."""
         self.state = None  # its memory is needed
-        saved: dict[str, Any] = {}
-        changes: list[str] = []
+        saved, changes = None, []
         if self.checkpoints and (found := self.checkpoints.restore(self.programs.state)):
             self.state, self.done, saved = found
             changes = checkpoint.changes(saved, self.checkpoints.meta)
@@ -171,7 +170,7 @@ class Training:
             with jax.set_mesh(self.programs.mesh):
                 self.state, self.done = self.programs.init(self.cfg.train.seed), 0
         # Losses of another model or other data say nothing about those to come.
-        self.detector.resume({} if changes else saved.get("detector", {}))
+        self.detector.resume(saved.get("detector", {}) if saved and not changes else {})
         self.bad_steps = 0
         if not self.history.resume(saved):
             self.console.text(f"note: the roll-backs in {self.history.path} were of a run that is gone")
@@ -415,7 +414,7 @@ class Training:
 
     def _sample(self, train_data: Dataset) -> None:
         cfg, tokenizer = self.cfg, train_data.tokenizer
-        params = _on_one_device(self.state["params"])
+        params = on_one_device(self.state["params"])
         if not distributed.is_main():
             return
         ids = generate(
@@ -453,24 +452,6 @@ def _open_data(cfg: Config, split: str) -> Dataset:
         seed=cfg.train.seed,
         split=split,
     )
-
-
-def _on_one_device(params: Any) -> Any:
-    """The whole parameters as arrays of this process's first device. Every process of a run must call it."""
-    if jax.process_count() > 1 and not all(x.is_fully_replicated for x in jax.tree.leaves(params)):
-        from jax.experimental import multihost_utils
-
-        return multihost_utils.process_allgather(params, tiled=True)
-    return jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else jax.device_get(x), params)
-
-
-def _prompt(cfg: Config, train_data: Dataset) -> list[int]:
-    """The ids that the sample begins with. Raises UserError now, not after the run, if they cannot be had."""
-    if not cfg.eval.sample_tokens:
-        return []
-    tokenizer = train_data.tokenizer
-    # Nothing ever follows an end of document in training, so an empty prompt is a line's beginning.
-    return tokenizer.encode(cfg.eval.sample_prompt) or tokenizer.encode("\n") or [0]
 
 
 def _claim(folder: Path) -> tuple[str, IO[str] | None]:

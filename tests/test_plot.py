@@ -23,6 +23,8 @@ def test_plot_is_drawn_from_the_file_also_with_gaps(tmp_path):
         if step % 40 == 0:
             values |= {"validation_loss": 6.1 * step**-0.3, "ngram_loss": 1.8}
         writer.write(step, values)
+        if step == 100:
+            writer.write(step, {"event": "rollback", "to_step": 90})
     writer.close()
     assert plot.plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "a run") is True
     image = (tmp_path / "loss.png").read_bytes()

@@ -279,11 +279,11 @@ def test_a_damaged_file_is_one_line_with_the_remedy(tmp_path, text):
 
 def test_a_checkpoint_brings_its_roll_backs_along_and_a_run_that_is_gone_none(tmp_path):
     history = rollback.read(_NoCheckpoints(tmp_path))
-    assert history.rollbacks == () and history.resume({})
+    assert history.rollbacks == () and history.resume(None)
     assert history.resume({"rollbacks": [RECORD]})  # the file was lost
     again = rollback.read(_NoCheckpoints(tmp_path))
     assert again.rollbacks == history.rollbacks == (Rollback(**RECORD),)
-    assert again.resume({"rollbacks": []})  # the checkpoint that was gone back to
+    assert again.resume({"rollbacks": []}) and again.resume({})  # the one that was gone back to; one whose meta is lost
     assert again.rollbacks == history.rollbacks
-    assert not again.resume({}) and again.rollbacks == ()  # its checkpoints were deleted by hand
+    assert not again.resume(None) and again.rollbacks == ()  # its checkpoints were deleted by hand
     assert json.loads((tmp_path / rollback.FILE).read_text()) == {"rollbacks": [], "unfinished": False}

@@ -129,7 +129,8 @@ class Checkpoints:
         return sorted(step for step in self._whole if (self.folder / str(step)).is_dir())
 
     def pushes_out(self, step: int) -> list[int]:
-        """The checkpoints that one more, of `step`, would cost."""
+        """The checkpoints that one more, of `step`, would cost. Waits for the write in progress."""
+        self.settle()
         policy, steps = self._policy, [*self.steps(), step]
         stay = kept(steps, policy.keep, policy.every, policy.for_good)
         return [old for old, stays in zip(steps, stay, strict=True) if not stays]

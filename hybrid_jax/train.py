@@ -349,7 +349,8 @@ class Training:
         last_words = self.stop_signal or self.done == self.cfg.train.steps
         assert self.checkpoints
         if first <= self.done and not last_words:
-            if rollback.loses_all(self.checkpoints.steps(), self.checkpoints.pushes_out(self.done), first):
+            lost = self.checkpoints.pushes_out(self.done)
+            if rollback.loses_all(self.checkpoints.steps(), lost, first):
                 return f"the loss left its band at step {first} and no checkpoint from before that would be left"
         return ""
 

@@ -206,6 +206,7 @@ class Training:
         step_fn = self.programs.compile_step()
         if self.checkpoints:
             self.programs.inspect(self.state["params"])  # compiles what the first checkpoint would wait for
+            self.checkpoints.prepare(self.state)
         profile = Profile(cfg.train.profile_steps, steps, self.workdir / "profile")
         self.console.phase(f"training: steps {start + 1} to {steps}")
         request = self.request.listen()

@@ -10,6 +10,11 @@ import os
 import re
 import sys
 
+from hybrid_jax import signals
+
+if __name__ == "__main__":
+    signals.AT_ONCE.listen()
+
 try:
     from absl import flags
 
@@ -133,6 +138,7 @@ def run(arguments: list[str]) -> int:
     if not values.config:
         raise UserError("--config: missing; give a config file, as in --config=configs/tiny_hybrid.py (see --help)")
     config = config_file.load(values.config, options.overrides)
+    signals.AT_ONCE.requeue_exit_code = config.train.requeue_exit_code
     if values.dry_run == "report":
         from hybrid_jax import report
 
@@ -171,6 +177,7 @@ def start_devices(values: flags.FlagValues) -> None:
     from hybrid_jax import distributed
 
     distributed.initialize(values.coordinator_address, values.num_processes, values.process_id)
+    signals.AT_ONCE.install()  # jax.distributed has its own handler of SIGTERM
     platform.check_backend(name)
 
 
@@ -188,7 +195,10 @@ def main(arguments: list[str]) -> int:
     try:
         return run(arguments)
     except UserError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+        if error.abandon:
+            sys.stdout.flush()
+            os._exit(2)
         return 2
     except KeyboardInterrupt:
         print("interrupted before training", file=sys.stderr)

@@ -123,10 +123,15 @@ class Stop(StopRequest):
     """A Ctrl-C or SIGTERM as a request to stop after the program being timed; a second one ends at once."""
 
     def _receive(self, number: int, frame: Any) -> None:
-        if self.signal:
+        if not self.signal:
+            self.signal = number
+            name = signal.Signals(number).name
+            os.write(2, f"\nbench: {name}: stopping after this program (again: at once)\n".encode())
+
+    def _received(self, number: int) -> None:
+        if self._heard:
             os._exit(128 + number)  # a compiler's threads may hold locks
-        self.signal = number
-        os.write(2, f"\nbench: {signal.Signals(number).name}: stopping after this program (again: at once)\n".encode())
+        self._heard = True
 
 
 # What is shown.
@@ -349,7 +354,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
         say("on a CPU the shapes are small ones (see --list); one named in --shapes is timed as it is")
     say(f"measuring a copy and a matmul on this {device.device_kind} ({device.platform})")
     rows: list[timing.Row] = []
-    with Stop() as stop:
+    with Stop().listen() as stop:
         peaks = timing.measure_peaks()
         speeds = f"{peaks.bytes_per_second / 1e9:,.0f} GB/s, {peaks.flops_per_second / 1e12:,.1f} TFLOP/s"
         say(f"{speeds}; {2 * len(programs)} programs to time")

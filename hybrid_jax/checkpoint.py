@@ -2,41 +2,44 @@
 
 `{folder}/{step}/` holds the state after `step` optimizer steps and, as JSON, what it belongs to. Orbax writes
 into a folder with a temporary name and renames it at the end, so a half-written one is never taken for whole;
-one that was damaged later is passed over for the next older one. Every process of a run calls every method,
-from its main thread.
+one that was damaged later (manifest.py) is passed over for the next older one. Every process of a run calls every
+method, from its main thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import logging
 import platform
+import shutil
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 
-from hybrid_jax import distributed
+from hybrid_jax import distributed, manifest, pending, schema
 from hybrid_jax.errors import UserError
-from hybrid_jax.optimizer import leaf_paths
+from hybrid_jax.schema import SCHEMA
 
 if TYPE_CHECKING:
     from hybrid_jax.config import Config
 
 PyTree = Any
 
-SCHEMA = 1  # raise when the state's tree changes in a way that old checkpoints cannot be read into
 PACKAGES = ("hybrid_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _STATE = "state"
+_TEMPORARY = "orbax-checkpoint-tmp"  # in the name of a checkpoint that is being written
+_DAMAGED = ".damaged"  # after the name of one that was passed over
+_STALE = "stale"  # said of a list of checkpoints that is not what lies in the folder
 # Keys of the config that may differ from one start of a run to the next without a word.
 _FREE_KEYS = {
-    "train": ("steps", "max_bad_steps", "profile_steps", "micro_batch_size"),
+    "train": ("steps", "max_bad_steps", "profile_steps", "requeue_exit_code", "micro_batch_size"),
     "model": ("remat", "loss_chunk_tokens"),
     "optimizer": (),
     "data": ("cache_dir",),
@@ -89,40 +92,39 @@ def _flat(section: dict[str, Any], prefix: str) -> dict[str, Any]:
     return found
 
 
-def mismatches(saved: PyTree, wanted: PyTree) -> list[str]:
-    """Where the saved arrays differ from the wanted ones in path, shape or dtype: of a train state the
-    parameters only, if they differ, as their moments then do too; shapes first."""
-
-    def arrays(tree: PyTree) -> dict[str, tuple[tuple[int, ...], str]]:
-        return {path: (tuple(x.shape), str(np.dtype(x.dtype))) for path, x in leaf_paths(tree)}
-
-    def text(array: tuple[tuple[int, ...], str]) -> str:
-        return f"{array[1]}{list(array[0])}"
-
-    have, want = arrays(saved), arrays(wanted)
-    lines = [f"{p} is missing" for p in want if p not in have]
-    lines += [f"{p} is not in this model" for p in have if p not in want]
-    both = [p for p in want if p in have and have[p] != want[p]]
-    shapes = [f"{p} is {text(have[p])} but this config needs {text(want[p])}" for p in both]
-    lines = shapes + lines
-    return [line for line in lines if line.startswith("params.")] or lines
-
-
 class Checkpoints:
     """The checkpoints in one folder. Use as a context manager, or call `close`: it waits for a write in
-    progress."""
+    progress.
 
-    def __init__(self, folder: str | Path, keep: int, meta: dict[str, Any], log: Callable[[str], None]):
+    keep: newest ones kept; keep_every: those of steps that it divides are kept for good (0: none are).
+    max_failures: writes in a row that may fail before that is an error; each is told to `log` and kept for `failures`.
+    timeout_seconds: the longest that a write, or another process of the run, is waited for.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        keep: int,
+        meta: dict[str, Any],
+        log: Callable[[str], None],
+        *,
+        keep_every: int = 0,
+        max_failures: int = 1,
+        timeout_seconds: int = 600,
+    ):
         self.folder = Path(folder).absolute()
         self.meta, self.log = meta, log
+        self.keep, self.keep_every = max(keep, 1), keep_every
+        self.max_failures, self.timeout_seconds = max_failures, timeout_seconds
         self.folder.mkdir(parents=True, exist_ok=True)
-        training = ocp.training
-        self._orbax = training.Checkpointer(
-            self.folder,
-            save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),  # the caller decides when
-            preservation_policy=training.preservation_policies.LatestN(max(keep, 1)),
-            cleanup_tmp_directories=True,
-        )
+        self._told: list[tuple[int, str]] = []
+        self._failed = 0  # writes in a row
+        self._lost: tuple[int, str] | None = None  # the newest write asked for, if it failed, and why
+        self._write: pending.Write | None = None
+        self._abandoned = False
+        self._opened = 0
+        logging.getLogger("absl").addFilter(_not_of_orbax)
+        self._open()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -130,113 +132,309 @@ class Checkpoints:
     def __exit__(self, *unused: object) -> None:
         self.close()
 
-    def steps(self) -> list[int]:
-        """Steps of the whole checkpoints, oldest first."""
+    def _open(self) -> None:
+        """Makes Orbax read the folder anew, and clears away what a write left half done."""
+        unfinished = _unfinished(self.folder)
+        self._opened += 1
+        context = ocp.Context()
+        context.asynchronous.timeout_secs = self.timeout_seconds
+        opened = self._opened
+        context.asynchronous.post_finalization_callback = lambda: self._seal(opened)  # no method: it is deep-copied
+        # An abandoned write of before may still stand at a barrier: it must meet nobody there.
+        context.multiprocessing.barrier_sync_key_prefix = f"hybrid_jax_{self._opened}"
+        training, policies = ocp.training, ocp.training.preservation_policies
+        kept = [policies.LatestN(self.keep)] + ([policies.EveryNSteps(self.keep_every)] if self.keep_every else [])
+        self._orbax = training.Checkpointer(
+            self.folder,
+            context=context,
+            save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),  # the caller decides when
+            preservation_policy=policies.AnyPreservationPolicy(kept),
+            cleanup_tmp_directories=True,
+        )
+        self._whole = set(self._listed())
+        for name in unfinished:
+            self.log(f"{self.folder / name} was not written to its end and is deleted")
+
+    def _listed(self) -> list[int]:
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
-    def save(self, step: int, state: PyTree) -> None:
-        """Starts writing; returns when `state` has been copied, so that it may be donated. Replaces
-        nothing."""
+    def steps(self) -> list[int]:
+        """Steps of the whole checkpoints, oldest first."""
+        return sorted(step for step in self._whole if (self.folder / str(step)).is_dir())
+
+    # ---- writing -----------------------------------------------------------------
+
+    def save(self, step: int, state: PyTree, record: Mapping[str, Any] | None = None) -> None:
+        """Starts writing; returns when `state` has been copied, so that it may be donated. Replaces nothing.
+
+        At most one copy of a state is held: a save waits until the one before it has been written. A write that fails
+        is told by `failures`, and raises UserError only when it is one too many. `record`, JSON, is found again in the
+        meta that `restore` returns.
+        """
+        self._settle()
+        self._lost = None
         if step in self.steps():
             return
-        with self._writing():
-            self._orbax.save_async(step, state, force=True, checkpointable_name=_STATE, custom_metadata=self.meta)
+        said = self._agree(self._probe() or (_STALE if self._listed() != self.steps() else ""), f"checkpoint {step}")
+        if reason := pending.joined({process: text for process, text in said.items() if text != _STALE}):
+            self._count_failure(step, reason)
+            return
+        if said:
+            self._open()
+        meta = {**self.meta, **(record or {})}
+        self._write = pending.Write(step, meta, time.monotonic() + self.timeout_seconds)
+        try:
+            response = self._orbax.save_async(step, state, force=True, checkpointable_name=_STATE, custom_metadata=meta)
+            assert response is not None  # it is None for what the policy leaves out
+            self._write.result = response.result
+            threading.Thread(target=self._write.watch, daemon=True, name="checkpoint").start()
+        except Exception as error:  # orbax raises many kinds
+            self._write.error = error
+            self._write.done.set()
+        self.poll()
+
+    def _probe(self) -> str:
+        """Why this process cannot write to the folder; "" if it can."""
+        probe = self.folder / f".writable.{jax.process_index()}"
+        try:
+            if not self.folder.is_dir():
+                self.folder.mkdir(exist_ok=True)  # but not its parents: a file system may be gone
+                self.log(f"{self.folder} was gone, with what was in it, and is made anew")
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            return f"{error.strerror or error}: {error.filename}"
+        return ""
+
+    def _seal(self, opened: int) -> None:
+        """Called by Orbax, in process 0, in a thread, when all files are there and before the final name is given."""
+        write = self._write
+        if write is None or opened != self._opened:
+            raise TimeoutError("this write was given up")
+        (folder,) = (path for path in self.folder.glob(f"{write.step}.*{_TEMPORARY}*") if path.is_dir())
+        manifest.write(folder, write.meta)
+
+    def poll(self) -> None:
+        """Looks whether a write in progress has failed, and says so at once. Raises UserError if it was one too many.
+
+        Of several processes each sees its own failure here; all learn of it in the next `save`, `wait` or `restore`.
+        """
+        write = self._write
+        if write is None or not write.done.is_set() or write.error is None:
+            return
+        if jax.process_count() == 1:
+            self._settle()
+        elif not write.told:
+            write.told = True
+            who, why = f"process {jax.process_index()}", pending.reason(write.error)
+            print(f"{who}: checkpoint {write.step} could not be written: {why}", file=sys.stderr, flush=True)
+
+    def failures(self) -> list[tuple[int, str]]:
+        """(step, reason) of the writes that failed since this was last asked."""
+        told, self._told = self._told, []
+        return told
+
+    def _settle(self) -> None:
+        """Waits for the write in progress, and agrees with the other processes on how it ended."""
+        write = self._write
+        if write is None:
+            return
+        write.done.wait(max(0.0, write.deadline - time.monotonic()))
+        if not write.done.is_set():
+            reason = f"not written within {self.timeout_seconds} s (config.checkpoint.timeout_seconds)"
+        else:
+            reason = pending.reason(write.error) if write.error else ""
+        said = self._agree(reason, f"the end of checkpoint {write.step}")
+        self._write = None
+        if said:
+            self._clear_away(write.step)
+            self._count_failure(write.step, pending.joined(said))
+            return
+        self._failed = 0
+        self._whole.add(write.step)
+        if distributed.is_main():
+            for path in self.folder.glob(f"*{_DAMAGED}"):  # the run has come past it
+                if path.stem.isdigit() and int(path.stem) <= write.step:
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _clear_away(self, step: int) -> None:
+        """So that a full disk does not stay full."""
+        if distributed.is_main():
+            for path in self.folder.glob(f"{step}.*{_TEMPORARY}*"):
+                shutil.rmtree(path, ignore_errors=True)
+        # Orbax has forgotten what this write would have replaced, and may remember what it did not write.
+        known = self.steps()
+        if self.folder.is_dir():
+            self._open()
+        else:
+            self._whole = set(known)
+
+    def _count_failure(self, step: int, reason: str) -> None:
+        self._failed += 1
+        self._lost = (step, reason)
+        self._told.append(self._lost)
+        self.log(
+            f"checkpoint {step} could not be written: {reason}; {self._kept()} (failure {self._failed} in a row; "
+            f"config.checkpoint.max_failures is {self.max_failures})"
+        )
+        if self._failed >= self.max_failures:
+            raise self._error(step, reason)
+
+    def _agree(self, said: str, doing: str) -> dict[int, str]:
+        try:
+            return distributed.agree(said, doing, self.timeout_seconds, "config.checkpoint.timeout_seconds")
+        except distributed.MissingProcesses:
+            self._abandoned = True
+            raise
 
     def wait(self) -> None:
-        """Until what was started has been written. Raises UserError if writing failed."""
-        with self._writing():
-            self._orbax.wait()
+        """Until what was started has been written. Raises UserError if the newest write failed."""
+        self._settle()
+        if self._lost:
+            raise self._error(*self._lost)
+
+    def _error(self, step: int, reason: str) -> UserError:
+        return UserError(
+            f"{self.folder}: checkpoint {step} could not be written: {reason}; {self._kept()}; mend that, or set "
+            "another config.workdir, and run the same command to go on from there"
+        )
+
+    def _kept(self) -> str:
+        newest = self.steps()
+        return f"checkpoint {newest[-1]} is kept" if newest else "there is none yet"
 
     def close(self) -> None:
-        with self._writing():
-            self._orbax.close()
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+        """Waits for a write in progress; what fails is said, and raises nothing."""
         try:
-            yield
-        except Exception as error:  # orbax raises many kinds, also for a full disk
-            newest = self.steps()
-            kept = f"checkpoint {newest[-1]} is kept" if newest else "there is none yet"
-            raise UserError(f"{self.folder}: a checkpoint could not be written: {_one_line(error)}; {kept}") from error
+            self._close()
+        finally:
+            logging.getLogger("absl").removeFilter(_not_of_orbax)
+
+    def _close(self) -> None:
+        if self._abandoned:  # others are gone: there is nobody to end it with
+            return
+        try:
+            self._settle()
+            self._orbax.close()
+        except UserError:
+            return  # said already
+        except Exception as error:
+            self.log(f"{self.folder}: {pending.reason(error)}")
+
+    def delete_after(self, step: int) -> None:
+        """Deletes the checkpoints that are newer than `step`, newest first."""
+        self._settle()
+        for newer in reversed(self.steps()):
+            if newer > step:
+                self._orbax.delete(newer)
+
+    # ---- reading -----------------------------------------------------------------
 
     def restore(self, wanted: PyTree) -> tuple[PyTree, int, dict[str, Any]] | None:
         """(state, step, meta) of the newest checkpoint that can be read, or None when there is none.
 
-        `wanted` is a tree of ShapeDtypeStructs with shardings. Raises UserError when the checkpoint is of
-        another model (naming the first paths that differ), of a newer schema, or when there are some and none
-        can be read.
+        `wanted` is a tree of ShapeDtypeStructs with shardings, of any mesh. A checkpoint that is damaged is passed
+        over, with a line that says why, and set aside under another name. Raises UserError when the checkpoint is of
+        another model (naming the first paths that differ), of another schema, or when there are some and none can be
+        read.
         """
-        reasons = []
+        self._settle()
+        passed: dict[int, str] = {}
         for step in reversed(self.steps()):
             began = time.perf_counter()
-            state, meta, reason = self._try_restore(step, wanted)
-            if not distributed.everywhere(not reason):
-                reasons.append(f"{step}: {reason or 'unreadable in another process'}")
-                self.log(f"checkpoint {step} cannot be read and is passed over ({reason})")
+            found = self._try_restore(step, wanted)
+            if isinstance(found, str):
+                passed[step] = found
+                self.log(f"checkpoint {step} cannot be read and is passed over ({found})")
                 continue
             self.log(f"restored checkpoint {step} in {time.perf_counter() - began:.1f} s")
-            for other in reasons:  # else the run could never save at those steps again
-                self._orbax.delete(int(other.split(":")[0]))
-            return state, step, meta
-        if reasons:
+            self._set_aside(list(passed))
+            return found[0], step, found[1]
+        if passed:
             raise UserError(
-                f"{self.folder}: none of the {len(reasons)} checkpoints can be read ({reasons[0]}); move the "
-                "folder "
+                f"{self.folder}: none of the {len(passed)} checkpoints can be read "
+                f"({'; '.join(f'{step}: {reason}' for step, reason in list(passed.items())[:3])}); move the folder "
                 "away to start anew"
             )
         return None
 
-    def _try_restore(self, step: int, wanted: PyTree) -> tuple[PyTree, dict[str, Any], str]:
+    def _set_aside(self, steps: list[int]) -> None:
+        """Renames damaged checkpoints: the run could never save at those steps again, nor count what it keeps."""
+        if not steps:
+            return
+        if distributed.is_main():
+            for step in steps:
+                path = self.folder / str(step)
+                aside = path.with_name(path.name + _DAMAGED)
+                try:
+                    shutil.rmtree(aside, ignore_errors=True)
+                    path.rename(aside)
+                    self.log(f"checkpoint {step} is set aside as {aside.name}, until the run has come past it")
+                except OSError as error:
+                    self.log(f"checkpoint {step} cannot be set aside: {error.strerror or error}")
+        self._agree("", "setting damaged checkpoints aside")
+        self._open()
+
+    def _try_restore(self, step: int, wanted: PyTree) -> tuple[PyTree, dict[str, Any]] | str:
+        """(state, meta), or why the checkpoint cannot be read, as all processes agreed."""
+        folder = self.folder / str(step)
+        reason = manifest.damage(folder, jax.process_index(), jax.process_count())
+        if said := self._agree(reason, f"reading checkpoint {step}"):
+            return pending.joined(said)
+        meta, saved, reason = self._index(step)
+        if said := self._agree(reason, f"reading checkpoint {step}"):
+            return pending.joined(said)
+        template = schema.template(folder, meta, saved, wanted, self.meta["pattern"], self.log)
+        state, reason = self._load(step, template)
+        if said := self._agree(reason, f"reading checkpoint {step}"):
+            return pending.joined(said)
+        state = schema.migrate(folder, meta, state, wanted, self.meta["pattern"], self.log)
+        if not bool(_all_finite(state)):
+            return "it holds values that are not finite"
+        return state, meta
+
+    def _index(self, step: int) -> tuple[dict[str, Any], PyTree, str]:
+        """(meta, the saved arrays' shapes and dtypes, why they cannot be had)."""
         try:
             found = self._orbax.metadata(step)
-            meta, saved = dict(found.custom_metadata or {}), found.metadata
-            if isinstance(saved, dict) and set(saved) == {_STATE}:
-                saved = saved[_STATE]
         except Exception:  # orbax raises many kinds, by which file is damaged
-            return None, {}, "its files are incomplete or damaged"
+            whole = (self.folder / str(step) / "_CHECKPOINT_METADATA").exists()
+            return {}, None, "its index is damaged" if whole else "_CHECKPOINT_METADATA is missing"
+        meta, saved = dict(found.custom_metadata or {}), found.metadata
+        if isinstance(saved, dict) and set(saved) == {_STATE}:
+            saved = saved[_STATE]
         if saved is None:
-            return None, {}, "its index is damaged"
-        self._check(step, meta, saved, wanted)
+            return meta, None, "its index is damaged"
+        known = manifest.is_recorded(self.folder / str(step), meta)
+        return meta, saved, "" if known else "its record of the run, in _CHECKPOINT_METADATA, was changed"
+
+    def _load(self, step: int, wanted: PyTree) -> tuple[PyTree, str]:
         asyncio_log = logging.getLogger("asyncio")  # one traceback for each file that is not there
         level = asyncio_log.level
         asyncio_log.setLevel(logging.CRITICAL + 1)
         try:
-            state = self._orbax.load(step, wanted, checkpointable_name=_STATE)
-            jax.block_until_ready(state)
+            return jax.block_until_ready(self._orbax.load(step, wanted, checkpointable_name=_STATE)), ""
         except Exception:
-            return None, {}, "its files are incomplete or damaged"
+            return None, "its files are incomplete or damaged"
         finally:
             asyncio_log.setLevel(level)
-        if not bool(_all_finite(state)):
-            return None, {}, "it holds values that are not finite"
-        return state, meta, ""
 
-    def _check(self, step: int, meta: dict[str, Any], saved: PyTree, wanted: PyTree) -> None:
-        where = f"{self.folder / str(step)}"
-        if meta.get("schema", 0) > SCHEMA:
-            raise UserError(
-                f"{where}: written by a newer hybrid_jax (schema {meta['schema']}, this one reads {SCHEMA})"
-            )
-        lines = mismatches(saved, wanted)
-        if not lines:
-            return
-        more = f" (and {len(lines) - 2} more)" if len(lines) > 2 else ""
-        old, new = meta.get("pattern", ""), self.meta["pattern"]
-        pattern = f"pattern {old} there, {new} here; " if old != new else ""
-        raise UserError(
-            f"{where}: is of another model: {pattern}{'; '.join(lines[:2])}{more}; set another "
-            "config.workdir, or the "
-            "model that this run began with"
-        )
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    """A filter: Orbax prints a traceback for each of its threads that a failed write ends, and warnings of what is
+    damaged. Both are told in one line here."""
+    return record.levelno < logging.WARNING or "orbax" not in record.pathname
+
+
+def _unfinished(folder: Path) -> list[str]:
+    """Names of what a write that did not end has left."""
+    try:
+        return sorted(path.name for path in folder.iterdir() if _TEMPORARY in path.name)
+    except OSError:
+        return []
 
 
 @jax.jit
 def _all_finite(state: PyTree) -> jax.Array:
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in floats]))
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 160 else text[:157] + "..."

@@ -160,6 +160,7 @@ class TrainConfig:
     compute_dtype: str = key("bfloat16", "of activations and matmuls", ("bfloat16", "float32"))
     max_bad_steps: int = key(10, "non-finite steps in a row that end the run (each is skipped: no update, no schedule)")
     profile_steps: str = key("", "first:last, both included, steps written as a jax.profiler trace")
+    requeue_exit_code: int = key(75, "after SIGTERM or SIGUSR1, once saved; for schedulers that start a run again")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +210,11 @@ class EvalConfig:
 class CheckpointConfig:
     every_steps: int = key(500, "steps between checkpoints, and one at the end (0 = none at all)")
     keep: int = key(3, "newest checkpoints kept")
+    keep_every: int = key(0, "steps whose multiples are kept for good (0 = none)")
+    max_failures: int = key(3, "checkpoints in a row that could not be written that end the run")
+    timeout_seconds: int = key(
+        600, "longest that a checkpoint may take to write, or that processes wait for each other"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

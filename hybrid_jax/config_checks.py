@@ -8,12 +8,13 @@ import math
 import re
 from typing import Any
 
-from hybrid_jax.config import Config, DataConfig, MeshConfig, ModelConfig, RopeConfig
+from hybrid_jax.config import CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, RopeConfig
 from hybrid_jax.errors import UserError
 from hybrid_jax.kernels import support
 from hybrid_jax.pattern import NAMES
 
 MAX_LENGTH = 4_194_304  # hybrid_jax/layers/rotary.py has positions below this; a test holds the two together
+_TAKEN_EXIT_CODES = (1, 2, 130, 134, 137, 139)
 
 
 def check(config: Config) -> None:
@@ -132,6 +133,12 @@ def _check_train(config: Config) -> None:
             f"config.train.micro_batch_size: {train.micro_batch_size} rows a device at once, but the whole "
             f"step has {train.global_batch_size}; lower it, or set 0 for the device's whole share"
         )
+    if not 1 <= train.requeue_exit_code <= 255 or train.requeue_exit_code in _TAKEN_EXIT_CODES:
+        raise UserError(
+            f"config.train.requeue_exit_code: {train.requeue_exit_code} is not from 1 to 255, or is one that means "
+            "something else (1 and 2 errors, 130 Ctrl-C, 134, 137 and 139 a crash or kill); 75 is what sysexits.h "
+            "calls a temporary failure"
+        )
     if train.profile_steps:
         match = re.fullmatch(r"([0-9]+):([0-9]+)", train.profile_steps)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
@@ -201,8 +208,7 @@ def _check_logistics(config: Config) -> None:
             f"config.eval.ngram_order: {config.eval.ngram_order}, but n-grams are counted in memory, where a token "
             "store need not fit; set it to 0 with data.source 'store'"
         )
-    _not_negative("config.checkpoint", config.checkpoint, "every_steps")
-    _positive("config.checkpoint", config.checkpoint, "keep")
+    _check_checkpoint(config.checkpoint)
     _positive("config.log", config.log, "every_steps")
     if config.kernels.backend == "triton":
         _check_triton(config.model)
@@ -215,6 +221,17 @@ def _check_logistics(config: Config) -> None:
             raise UserError(
                 f"config.mesh.{name}: {size} asked for, but only data parallelism is built yet; set it to 1"
             )
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    where = "config.checkpoint"
+    _not_negative(where, checkpoint, "every_steps", "keep_every")
+    _positive(where, checkpoint, "keep", "max_failures", "timeout_seconds")
+    if checkpoint.keep_every and checkpoint.every_steps and checkpoint.keep_every % checkpoint.every_steps:
+        raise UserError(
+            f"{where}.keep_every: {checkpoint.keep_every} is not a multiple of every_steps {checkpoint.every_steps}, "
+            "so there is no checkpoint of each of those steps; change either"
+        )
 
 
 def _check_triton(model: ModelConfig) -> None:

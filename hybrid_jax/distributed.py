@@ -6,10 +6,10 @@ folder).
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
-
-import numpy as np
+from typing import Any
 
 from hybrid_jax.errors import UserError
 
@@ -89,12 +89,56 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def everywhere(ok: bool) -> bool:
-    """Whether `ok` holds in every process of the run; all of them must ask. Devices must be up."""
+class MissingProcesses(UserError):
+    """Some processes of the run did not arrive: nothing more can be done together with them."""
+
+    abandon = True
+
+
+def agree(said: str, doing: str, timeout_seconds: float = 600, setting: str = "") -> dict[int, str]:
+    """What each process of the run said, by process, where it said anything; all of them must ask, in the same order.
+
+    Needs no device, and never waits longer than `timeout_seconds`: then it raises MissingProcesses, a line that says
+    what was being done (`doing`), which processes are missing, and which config key (`setting`) the limit is.
+    """
     import jax
 
     if jax.process_count() == 1:
-        return ok
-    from jax.experimental import multihost_utils
+        return {0: said} if said else {}
+    # jax has no public way to a barrier that ends, nor to the store of keys beside it.
+    client = jax._src.distributed.global_state.client  # type: ignore[attr-defined]
+    return _agree(client, jax.process_index(), jax.process_count(), said, doing, timeout_seconds, setting)
 
-    return bool(np.all(multihost_utils.process_allgather(np.asarray(ok))))
+
+_calls = itertools.count()
+
+
+def _agree(
+    client: Any, index: int, count: int, said: str, doing: str, timeout_seconds: float, setting: str
+) -> dict[int, str]:
+    call = next(_calls)
+    folder = f"hybrid_jax/agree/{call}/"
+    client.key_value_set(f"{folder}{index}", "+" + said)
+    try:
+        client.wait_at_barrier(f"hybrid_jax/agree/{call}", max(1, round(1000 * timeout_seconds)))
+    except Exception as error:  # jax's own kind of RuntimeError, by version
+        here = {int(key.rpartition("/")[2]) for key, _ in client.key_value_dir_get(folder)}
+        missing = sorted(set(range(count)) - here)
+        if not missing:  # the last one came as the time ran out, or the service failed
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise MissingProcesses(f"{doing}: the {count} processes did not meet: {reason}") from error
+        which = f"process {missing[0]}" if len(missing) == 1 else f"processes {', '.join(map(str, missing))}"
+        limit = f" ({setting})" if setting else ""
+        raise MissingProcesses(
+            f"{doing}: {which} of {count} did not arrive within {timeout_seconds:g} s{limit}; look at what "
+            f"{'it' if len(missing) == 1 else 'they'} printed last, and start all processes again"
+        ) from error
+    values = {int(key.rpartition("/")[2]): value[1:] for key, value in client.key_value_dir_get(folder)}
+    if index == 0 and call:  # all have read the last call's, or they would not be here
+        client.key_value_delete(f"hybrid_jax/agree/{call - 1}/")
+    return {process: value for process, value in sorted(values.items()) if value}
+
+
+def everywhere(ok: bool, doing: str = "waiting for each other") -> bool:
+    """Whether `ok` holds in every process of the run; all of them must ask. Raises MissingProcesses."""
+    return not agree("" if ok else "no", doing)

@@ -7,3 +7,5 @@ class UserError(Exception):
     `launch.py` and every `python -m hybrid_jax.<verb>` print it as `error: <message>` on stderr and exit with
     code 2.
     """
+
+    abandon = False  # True: end the process at once, as what runs at exit would wait for others in vain

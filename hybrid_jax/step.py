@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -216,14 +216,16 @@ class Programs:
 
     def inspect(self, params: PyTree) -> tuple[np.ndarray, np.ndarray]:
         """(whether finite, largest magnitude) of each parameter group, as in `groups`."""
+        largest = np.concatenate(jax.tree.leaves(jax.device_get(self._largest(params))))
+        return np.isfinite(largest), largest
 
+    @functools.cached_property
+    def _largest(self) -> Callable[[PyTree], PyTree]:
         def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
             stacked = int(optimizer_lib.path_str(path).split(".")[0] == STACKED)
             return jnp.max(jnp.abs(x), axis=tuple(range(stacked, x.ndim))).reshape(-1)
 
-        sizes = jax.jit(lambda p: jax.tree_util.tree_map_with_path(one, p))(params)
-        largest = np.concatenate(jax.tree.leaves(jax.device_get(sizes)))
-        return np.isfinite(largest), largest
+        return jax.jit(lambda params: jax.tree_util.tree_map_with_path(one, params))
 
     def backward_order(self, groups: Sequence[int]) -> list[int]:
         """Entries of `groups`, the deepest sublayer first: where a fault that arose in the backward pass

@@ -27,13 +27,13 @@ from hybrid_jax.data import ngram
 from hybrid_jax.data.interface import Dataset
 from hybrid_jax.errors import UserError
 from hybrid_jax.generate import generate
-from hybrid_jax.signals import StopRequest
+from hybrid_jax.signals import StopRequest, exit_code
 from hybrid_jax.step import Programs, batch_shape
 
 
 def run(cfg: Config) -> None:
-    """Trains as `cfg` says. Raises UserError for what the user can mend, SystemExit(130 or 143) after a
-    signal."""
+    """Trains as `cfg` says. Raises UserError for what the user can mend, and after a signal SystemExit: 130 for
+    Ctrl-C, train.requeue_exit_code for SIGTERM and SIGUSR1."""
     distributed.initialize()
     main = distributed.is_main()
     workdir = Path(cfg.workdir).expanduser()
@@ -95,7 +95,11 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
             "not go on with; set another config.workdir, or a number of steps"
         )
     if cfg.checkpoint.every_steps:
-        checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", cfg.checkpoint.keep, meta, console.phase)
+        keeping = cfg.checkpoint
+        checkpoints = checkpoint.Checkpoints(
+            workdir / "checkpoints", keeping.keep, meta, console.phase,
+            keep_every=keeping.keep_every, max_failures=keeping.max_failures, timeout_seconds=keeping.timeout_seconds,
+        )  # fmt: skip
         restored = checkpoints.restore(programs.state)
     if restored:
         state, start, saved_meta = restored
@@ -115,15 +119,17 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
     training = Training(cfg, workdir, console, programs, checkpoints, writers, valid_data, prompt)
     training.state, training.done = state, start
     del state  # each step gives its memory to the next
-    try:
-        training.loop(train_data)
-        training.finish(train_data)
-    finally:
-        training.write_line()
-        for writer in writers:
-            writer.close()
-        if checkpoints:
-            checkpoints.close()
+    with training.request:
+        try:
+            training.loop(train_data)
+            training.finish(train_data)
+        finally:
+            training.write_line()
+            if checkpoints:
+                checkpoints.close()
+            training.write_failures()
+            for writer in writers:
+                writer.close()
 
 
 class Training:
@@ -152,6 +158,7 @@ class Training:
         self.state: Any = None
         self.done = 0  # steps
         self.bad_steps = 0  # in a row, as of the last step looked at
+        self.request = StopRequest(cfg.train.requeue_exit_code)
         self.stop_signal = 0  # as agreed by all processes
         self._pending: tuple[int, dict[str, jax.Array]] | None = None  # a step's numbers, perhaps still being computed
         self._line: tuple[int, dict[str, Any]] | None = None  # a step's numbers, looked at but not written yet
@@ -167,13 +174,15 @@ class Training:
             return
         self.console.phase("compiling the training step")
         step_fn = self.programs.compile_step()
+        if self.checkpoints:
+            self.programs.inspect(self.state["params"])  # compiles what the first checkpoint would wait for
         several = jax.process_count() > 1
         flags = {0: self.programs.stop_flags(0)}
         profile = _Profile(cfg.train.profile_steps, steps, self.workdir / "profile")
         rows = self.placement.rows
         self.console.phase(f"training: steps {start + 1} to {steps}")
+        request = self.request.listen()
         with (
-            StopRequest() as request,
             data.prefetch(train_data, start, rows, cfg.train.global_batch_size) as batches,
             profile,
         ):
@@ -190,6 +199,7 @@ class Training:
                 self._pending, self.done = (step, numbers), step
                 if not several:
                     self.stop_signal = request.signal
+                self._look_at_checkpoint()
 
                 validates = _due(step, cfg.eval.every_steps) and step < steps
                 saves = _due(step, cfg.checkpoint.every_steps) or step == steps or self.stop_signal
@@ -287,8 +297,10 @@ class Training:
         )
 
     def _save(self) -> None:
+        """Starts a checkpoint of the state; for how long that held training up goes into the step's line."""
         if not self.checkpoints:
             return
+        began = time.perf_counter()
         if self.bad_steps:  # what led here may be in the state: do not push good checkpoints out
             self.console.text(f"step {self.done}: not saved, as it was not finite")
             return
@@ -299,19 +311,49 @@ class Training:
             kept = f"checkpoint {newest[-1]} is kept: run the same command to go on from there" if newest else ""
             raise UserError(f"step {self.done}: the parameters of {bad} are not finite and were not saved; {kept}")
         self.checkpoints.save(self.done, self.state)
+        self.write_failures()
+        if self._line is not None:
+            self._line[1]["checkpoint_seconds"] = time.perf_counter() - began
+
+    def _look_at_checkpoint(self) -> None:
+        """Says at once when a checkpoint could not be written; raises UserError when it was one too many."""
+        if self.checkpoints:
+            try:
+                self.checkpoints.poll()
+            finally:
+                self.write_failures()
+
+    def write_failures(self) -> None:
+        """Writes a line for each checkpoint that could not be written: at the step when that was known."""
+        for step, reason in self.checkpoints.failures() if self.checkpoints else []:
+            for writer in self.writers:
+                writer.write(self.done, {"checkpoint_failed": step, "checkpoint_error": reason})
+
+    def _end_checkpoints(self) -> None:
+        """Waits for the last checkpoint; one that could not be written is tried once more. UserError if in vain."""
+        if not self.checkpoints:
+            return
+        try:
+            self.checkpoints.wait()
+        except distributed.MissingProcesses:
+            raise
+        except UserError:
+            self.console.phase(f"trying once more to write checkpoint {self.done}")
+            self._save()
+            self.checkpoints.wait()
 
     def _stop(self) -> None:
         """Last words after a signal. Raises SystemExit."""
         self.write_line()
         self._plot()
         if self.checkpoints:
-            self.checkpoints.wait()
+            self._end_checkpoints()
             newest = self.checkpoints.steps()
             kept = f"checkpoint {newest[-1]} is whole; run the same command to go on from there" if newest else ""
         else:
             kept = "no checkpoint was written (config.checkpoint.every_steps is 0)"
         self.console.text(f"stopped after step {self.done} of {self.cfg.train.steps}; {kept}")
-        raise SystemExit(128 + self.stop_signal)
+        raise SystemExit(exit_code(self.stop_signal, self.cfg.train.requeue_exit_code))
 
     # ---- validation and the end --------------------------------------------------
 
@@ -345,8 +387,9 @@ class Training:
     def finish(self, train_data: Dataset) -> None:
         """Final validation (and the n-gram model beside it), sample.txt and loss.png."""
         cfg = self.cfg
-        if self.checkpoints:
-            self.checkpoints.wait()
+        if jax.process_count() == 1:  # of several, none may leave the others waiting
+            self.request.no_more_steps()
+        self._end_checkpoints()
         results = self._validate()
         if self.valid_data is not None and cfg.eval.ngram_order and distributed.is_main():
             windows = cfg.eval.batches * self.placement.global_batch_size

@@ -3,12 +3,13 @@ and 8."""
 
 import json
 import sys
+import tempfile
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from hybrid_jax import feed, sharding, step
+from hybrid_jax import checkpoint, feed, sharding, step
 from hybrid_jax.config import MeshConfig
 from tests.tiny import EVERY_KIND, tiny_config
 
@@ -74,6 +75,32 @@ def train(cfg, mesh, table, steps=3):
     return {"losses": losses, "norms": norms, "specs": found}, initial, gradient, flat(state["params"])
 
 
+def reshard(cfg, meshes):
+    """A checkpoint of the first mesh and table read onto each: its layout there, and whether it is the same."""
+    programs = {name: step.Programs(cfg, mesh, table) for name, (mesh, table) in meshes.items()}
+    first = next(iter(programs.values()))
+    with jax.set_mesh(first.mesh):
+        state = first.init(5)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        with checkpoint.Checkpoints(folder, 1, {"pattern": ""}, lambda line: None) as checkpoints:
+            checkpoints.save(1, state)
+            checkpoints.wait()
+            for name, there in programs.items():
+                got, _, _ = checkpoints.restore(there.state)
+                weight = got["opt_state"]["mu"]["embed"]["weight"]
+                found[name] = {
+                    "same": all(
+                        np.array_equal(a, b) and a.dtype == b.dtype
+                        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True)
+                    ),
+                    "specs": specs(got["params"]),
+                    "devices": len(weight.sharding.device_set),
+                    "shard": list(weight.addressable_shards[0].data.shape),
+                }
+    return found
+
+
 def main():
     devices = jax.devices()
     mixed = tiny_config("/nonexistent", model__pattern=2 * EVERY_KIND)
@@ -91,6 +118,10 @@ def main():
         float(np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2)))
         for a, b in zip(arrays["eight"], arrays["one"], strict=True)
     ]
+    whole, split = (sharding.make_mesh(MeshConfig()), sharding.TABLE), (runs["split"][1], SPLIT)
+    one = (runs["one"][1], sharding.TABLE)
+    results["reshard"] = reshard(attention, {"eight": whole, "split": split, "one": one})
+    results["reshard_back"] = reshard(attention, {"split": split, "eight": whole})
     json.dump(results, sys.stdout)
 
 

@@ -48,3 +48,57 @@ def test_one_process_does_not_start_a_service(monkeypatch):
     assert distributed.initialize() is False
     assert distributed.initialize("127.0.0.1:1", 1, 0) is False
     assert distributed.is_main()
+
+
+class _Client:
+    """The part of jax's client that is used; what other processes would do is in `others`."""
+
+    def __init__(self, others):
+        self.values, self.others = {}, others
+
+    def key_value_set(self, key, value):
+        self.values[key] = value
+
+    def wait_at_barrier(self, name, milliseconds):
+        for index, said in self.others.items():
+            self.values[f"{name}/{index}"] = "+" + said
+        if len(self.key_value_dir_get(name + "/")) < 4:
+            raise RuntimeError("DEADLINE_EXCEEDED: Barrier timed out.\nmore lines")
+
+    def key_value_dir_get(self, folder):
+        return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+
+    def key_value_delete(self, folder):
+        for key, _ in self.key_value_dir_get(folder):
+            del self.values[key]
+
+
+def _agree(client, said=""):
+    return distributed._agree(client, 0, 4, said, "checkpoint 7", 2.5, "config.checkpoint.timeout_seconds")
+
+
+def test_what_processes_say_is_known_to_all():
+    client = _Client({1: "", 2: "disk full", 3: ""})
+    assert _agree(client) == {2: "disk full"}
+    assert _agree(client, "mine") == {0: "mine", 2: "disk full"}
+    assert len(client.values) == 4  # of the last call alone
+    assert distributed.agree("alone", "x") == {0: "alone"} and distributed.agree("", "x") == {}
+    assert distributed.everywhere(True) and not distributed.everywhere(False)
+
+
+@pytest.mark.parametrize(("others", "missing"), [({1: "", 3: ""}, "process 2 of 4"), ({2: "a"}, "processes 1, 3 of 4")])
+def test_processes_that_do_not_come_are_named(others, missing):
+    with pytest.raises(distributed.MissingProcesses) as caught:
+        _agree(_Client(others))
+    said = f"checkpoint 7: {missing} did not arrive within 2.5 s (config.checkpoint.timeout_seconds); look at what"
+    assert str(caught.value).startswith(said) and caught.value.abandon
+
+
+def test_a_service_that_fails_is_one_line():
+    class Broken(_Client):
+        def wait_at_barrier(self, name, milliseconds):
+            super().wait_at_barrier(name, milliseconds)
+            raise RuntimeError("UNAVAILABLE: gone\nmore lines")
+
+    with pytest.raises(UserError, match=r"the 4 processes did not meet: UNAVAILABLE: gone$"):
+        _agree(Broken({1: "", 2: "", 3: ""}))

@@ -94,3 +94,18 @@ def test_specs_of_parameters_moments_and_gradients(results):
         assert split[tree]["norm.weight"] == []
     assert results["one"]["specs"]["shard"] == [64, 16]
     assert split["shard"] == [16, 16]
+
+
+def test_a_checkpoint_is_read_onto_another_mesh(results):
+    """From 8 copies to 4 parts and to one device, and from parts to copies."""
+    there, back = results["reshard"], results["reshard_back"]
+    assert all(found["same"] for found in (*there.values(), *back.values()))
+    assert {name: (found["devices"], found["shard"]) for name, found in there.items()} == {
+        "eight": (8, [64, 16]),
+        "split": (8, [16, 16]),
+        "one": (1, [64, 16]),
+    }
+    assert there["split"]["specs"]["embed.weight"] == ["fsdp"]
+    assert there["split"]["specs"]["layers.1.mlp.up_proj.weight"] == [None, "fsdp"]
+    assert there["eight"]["specs"]["embed.weight"] == there["one"]["specs"]["embed.weight"] == []
+    assert back["split"]["shard"] == [16, 16] and back["eight"]["shard"] == [64, 16]

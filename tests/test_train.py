@@ -1,9 +1,11 @@
 """The training run: accumulation, skipped updates, resuming, signals, and what lies in its folder
 afterwards."""
 
+import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hybrid_jax import checkpoint, data, feed, metrics, sharding, step, train
+from hybrid_jax import checkpoint, data, feed, manifest, metrics, optimizer, sharding, step, train
 from hybrid_jax.config import MeshConfig
 from hybrid_jax.errors import UserError
 from hybrid_jax.kernels import dispatch
@@ -82,7 +84,7 @@ def test_accumulated_gradients_equal_one_large_batch_with_uneven_counts(mesh):
     assert float(parts["loss"]) == pytest.approx(float(whole["loss"]), rel=1e-6)
     error = rms_error(summed, grads)
     assert error < 1e-6, error
-    for path, leaf in checkpoint.leaf_paths(grads):
+    for path, leaf in optimizer.leaf_paths(grads):
         assert leaf.dtype == jnp.float32, path
 
 
@@ -217,7 +219,7 @@ def test_forty_steps_equal_a_stopped_and_resumed_run_bit_for_bit(tmp_path, monke
         patch.setattr(metrics.JsonlWriter, "write", write_and_stop)
         with pytest.raises(SystemExit) as stopped:
             train.run(cut)
-    assert stopped.value.code == 143
+    assert stopped.value.code == cut.train.requeue_exit_code == 75
     number = final_state(cut)[1]
     assert number == 20  # step 20 was under way when the signal came: it is finished, and the last one
     assert "stopped after step 20 of 40; checkpoint 20 is whole; run the same command" in capsys.readouterr().out
@@ -230,9 +232,11 @@ def test_forty_steps_equal_a_stopped_and_resumed_run_bit_for_bit(tmp_path, monke
     assert "restored checkpoint 20" in capsys.readouterr().out
     got = lines_of(cut.workdir)
     timing = ("tokens_per_second", "tflops_per_second")
+    assert [line["step"] for line in got if "checkpoint_seconds" in line] == [20, 40]
     for line in (*got, *expected):
         for name in timing:
             assert line.pop(name) > 0
+        assert 0 < line.pop("checkpoint_seconds", 1) < 5
     assert got == expected
     assert len({line["loss"] for line in got}) == 40 and got[-1]["loss"] < got[0]["loss"]
     (a, last_a), (b, last_b) = final_state(cut), final_state(straight)
@@ -370,36 +374,44 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
     assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
 
+def test_checkpoints_that_cannot_be_written_do_not_end_the_run_until_they_are_too_many(tmp_path, monkeypatch, capsys):
+    write, failing = manifest.write, {2, 3, 6}
+
+    def full(folder, record):
+        if int(folder.name.split(".")[0]) in failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        write(folder, record)
+
+    monkeypatch.setattr(manifest, "write", full)
+    compiled = []  # all runs share a program
+    compile_step = step.Programs.compile_step
+    monkeypatch.setattr(
+        step.Programs,
+        "compile_step",
+        lambda self: compiled[0] if compiled else compiled.append(compile_step(self)) or compiled[0],
+    )
+    keys = {"model__pattern": "A-", "checkpoint__every_steps": 1, "checkpoint__keep": 9, "train__steps": 6}
+    with pytest.raises(UserError, match=r"checkpoint 6 could not be written: No space left on device; checkpoint 5 is"):
+        train.run(tiny_config(tmp_path, **keys))  # the last one, also when it is tried again
+    out = capsys.readouterr().out
+    assert "checkpoint 2 could not be written: No space left on device; checkpoint 1 is kept (failure 1 in a row" in out
+    assert "checkpoint 3 could not be written: No space left on device; checkpoint 1 is kept (failure 2 in a row" in out
+    assert "trying once more to write checkpoint 6" in out
+    told = [line for line in lines_of(tmp_path) if "checkpoint_failed" in line]
+    assert [line["checkpoint_failed"] for line in told] == [2, 3, 6, 6]
+    assert all(line["checkpoint_error"] == "No space left on device" for line in told)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "4", "5"]
+
+    failing.clear()
+    train.run(tiny_config(tmp_path, **keys))  # the same command goes on
+    assert final_state(tiny_config(tmp_path, **keys))[1] == 6
+    failing.update(range(8, 20))
+    with pytest.raises(UserError, match=r"checkpoint 9 could not be written: .*; checkpoint 7 is kept; "):
+        train.run(tiny_config(tmp_path, **{**keys, "train__steps": 15, "checkpoint__max_failures": 2}))
+    assert lines_of(tmp_path)[-1]["step"] < 12
+
+
 # ---- signals and processes ----
-
-_HOLD = """
-import sys, time
-from hybrid_jax.signals import StopRequest
-with StopRequest() as stop:
-    print("ready", flush=True)
-    while not stop.signal: time.sleep(0.01)
-    print("stopping", flush=True)
-    time.sleep(60 if "wait" in sys.argv else 0)
-sys.exit(128 + stop.signal)
-"""
-
-
-@pytest.mark.parametrize(
-    ("signals", "code"), [((signal.SIGINT,), 130), ((signal.SIGTERM,), 143), ((signal.SIGINT,) * 2, 130)]
-)
-def test_first_signal_asks_and_second_ctrl_c_aborts(signals, code):
-    arguments = [sys.executable, "-c", _HOLD] + ["wait"] * (len(signals) > 1)
-    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signals[0])
-        assert process.stdout.readline() == "stopping\n"
-        for number in signals[1:]:
-            process.send_signal(number)
-        assert process.wait(20) == code
-        said = process.stderr.read()
-    assert ("aborted" in said) == (len(signals) > 1)
-    assert "stopping after this step" in said
-
 
 _PROCESS = """
 import sys, time
@@ -418,7 +430,8 @@ train.run(small_run(folder))
 def small_run(folder):
     """Of one process or two: a validation, checkpoints, a sample."""
     sample = {"eval__sample_tokens": 3, "eval__sample_prompt": "1 2"}
-    return tiny_config(folder, train__steps=20, model__pattern="A-", eval__batches=1, **sample)
+    saves = {"checkpoint__every_steps": 3, "checkpoint__keep_every": 3}
+    return tiny_config(folder, train__steps=20, model__pattern="A-", eval__batches=1, **sample, **saves)
 
 
 def _start(folder, index, port, stop_at):
@@ -445,24 +458,27 @@ def _free_port():
         return probe.getsockname()[1]
 
 
-def test_two_processes_equal_one_stop_together_and_resume_as_one(tmp_path):
+def test_two_processes_go_on_from_one_equal_it_stop_together_and_resume_as_one(tmp_path):
     one = small_run(tmp_path / "one")
     train.run(one)
+    (tmp_path / "two" / "checkpoints").mkdir(parents=True)  # the two go on from what one has written
+    shutil.copytree(tmp_path / "one" / "checkpoints" / "3", tmp_path / "two" / "checkpoints" / "3")
+    shutil.copy(tmp_path / "one" / "metrics.jsonl", tmp_path / "two")
     port = _free_port()
     processes = [_start(tmp_path / "two", index, port, 5) for index in range(2)]
     try:
         deadline = time.monotonic() + 240
-        while len(lines_of(tmp_path / "two")) < 6:
+        while not 6 <= len(lines_of(tmp_path / "two")) < 20:  # at first there are those of the one
             assert time.monotonic() < deadline and all(p.poll() is None for p in processes), processes
             time.sleep(0.05)
-        processes[1].send_signal(signal.SIGTERM)  # only one of them hears of it
+        processes[1].send_signal(signal.SIGUSR1)  # only one of them hears of it
         out = [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [143, 143], out
-    assert "stopped after step" in out[0] and "step  1/20" in out[0]
-    assert "step  1/20" not in out[1]  # process 0 prints
+    assert [process.returncode for process in processes] == [75, 75], out
+    assert "restored checkpoint 3" in out[0] and "stopped after step" in out[0] and "step  4/20" in out[0]
+    assert "step  4/20" not in out[1]  # process 0 prints
     half = lines_of(tmp_path / "two")
     assert 6 <= len(half) < 20
     two = small_run(tmp_path / "two")

@@ -20,6 +20,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybrid_jax import signals
+
+if __name__ == "__main__":
+    signals.AT_ONCE.listen()
+
 from hybrid_jax.errors import UserError
 from hybrid_jax.kernels.compiling import Binary, Job, as_job, compile_all, make_cache, one_line
 from hybrid_jax.report import aligned
@@ -201,6 +206,7 @@ def run(cases: Iterable[Case], arches: Sequence[str], workers: int, cache: Path 
     jobs, reasons = collect(cases, arches)
     results: dict[Job, Binary | str] = {}
     cached = 0
+    signals.AT_ONCE.__exit__()  # from here on Ctrl-C has results to tell of
     try:
         with contextlib.closing(compile_all(list(jobs), workers, cache)) as done:
             for job, result, hit in done:

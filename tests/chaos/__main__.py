@@ -169,7 +169,7 @@ def run_trials(
                 ready.send(name)
                 busy[ready] = name
     for lane, pipe in lanes:
-        pipe.close()
+        pipe.send(None)
         lane.join()
     return done
 
@@ -199,11 +199,7 @@ def names_to_do(options: argparse.Namespace, done: list[tuple[str, Trial]]) -> I
 
 def _lane(pipe: connection.Connection, seed: int, folder: Path, references: References) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    while True:
-        try:
-            name = pipe.recv()
-        except EOFError:
-            return
+    while (name := pipe.recv()) is not None:
         pipe.send(one_trial(name, seed, folder, references))
 
 

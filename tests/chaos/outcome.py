@@ -65,13 +65,14 @@ def digest_checkpoints(workdir: Path) -> Callable[[], None]:
 
         warnings.simplefilter("ignore")  # orbax takes the shardings from the checkpoint, and says so
         found: dict[str, dict[str, str]] = {}
-        for path in sorted((workdir / "checkpoints").iterdir()):
-            state = ocp.load(path, checkpointable_name="state")
-            found[path.name] = {
+        for step in whole_checkpoints(workdir):
+            state = ocp.load(workdir / "checkpoints" / str(step), checkpointable_name="state")
+            found[str(step)] = {
                 jax.tree_util.keystr(keys): _array_digest(np.asarray(leaf.addressable_data(0)))
                 for keys, leaf in jax.tree_util.tree_leaves_with_path(state)
             }
-        (workdir / "digests.json").write_text(json.dumps(found))
+        if jax.process_index() == 0:
+            (workdir / "digests.json").write_text(json.dumps(found))
 
     return leave
 
@@ -127,11 +128,13 @@ def _differences(workdir: Path, reference: Path) -> Iterator[str]:
         wrong = sorted(path for path in paths if want[step].get(path) != got[step].get(path))
         if wrong:
             yield f"checkpoint {step}: {len(wrong)} of {len(paths)} arrays differ, {wrong[0]} among them"
-    losses = [{(line["step"], name, line.get(name)) for line in metrics(f) for name in _METRICS} for f in
-              (reference, workdir)]  # fmt: skip
+    losses = [
+        {(line["step"], name, line[name]) for line in metrics(folder) for name in _METRICS if name in line}
+        for folder in (reference, workdir)
+    ]
     if wrong := sorted(losses[0] ^ losses[1], key=str):
         yield f"metrics.jsonl: {len(wrong)} values differ, {wrong[:3]} among them"
-    steps = [[line["step"] for line in metrics(folder)] for folder in (reference, workdir)]
+    steps = [[line["step"] for line in metrics(folder) if "loss" in line] for folder in (reference, workdir)]
     if steps[0] != steps[1]:
         lost, twice = sorted({*steps[0]} - {*steps[1]}), sorted({s for s in steps[1] if steps[1].count(s) > 1})
         yield f"metrics.jsonl: lines of steps {lost} are missing, of {twice} there more than once"

@@ -79,7 +79,7 @@ def _killed(reference: Reference, rng: random.Random, trial: Trial) -> bool:
         run.wait(LIMIT)
     else:
         run.wait(rng.uniform(0, 1.3 if workers == 1 else 2.5) * reference.seconds)
-        if victim == "worker" and (there := process.session(run.pid)):
+        if victim == "worker" and (there := process.session(run.pid, "spawn_main")):
             process.kill_process(rng.choice(there))
             run.wait(LIMIT)
         else:

@@ -193,15 +193,17 @@ def kill_as_asked(role: str) -> None:
         FileOperations().install(Path(os.environ[KILL_UNDER]), int(os.environ[KILL_AT]))
 
 
-def session(leader: int) -> list[int]:
-    """The running processes of the session that `leader` began, without itself and what has ended."""
+def session(leader: int, command: str = "") -> list[int]:
+    """The running processes of the session that `leader` began, without itself and what has ended; those whose command
+    line holds `command`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()  # state, parent, group, session, ...
+            said = path.with_name("cmdline").read_text()
         except OSError:
             continue
-        if int(fields[3]) == leader and fields[0] not in "ZX" and int(path.parent.name) != leader:
+        if int(fields[3]) == leader and fields[0] not in "ZX" and path.parent.name != str(leader) and command in said:
             found.append(int(path.parent.name))
     return found
 

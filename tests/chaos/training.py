@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hybrid_jax.signals import REQUEUE_EXIT_CODE, exit_code
 from tests.chaos import outcome, process
 from tests.chaos.config import SAVE_EVERY, STEPS
 from tests.chaos.outcome import Trial, being_written, last_step, whole_checkpoints
@@ -74,7 +75,7 @@ def run_reference(folder: Path, store: Path) -> Reference:
     reference = Reference(workdir(second), store, time.monotonic() - began, operations.count)
     if second.problems:
         raise SystemExit(f"error: the undisturbed run fails: {second.problems}; see {second.out}")
-    if trainer.code != 128 + signal.SIGTERM:
+    if trainer.code != REQUEUE_EXIT_CODE:
         raise SystemExit(f"error: a run that was told to stop ends with {trainer.code}; see {first.out}")
     finish_and_compare(reference, first)
     if first.problems:
@@ -186,9 +187,7 @@ def signals(sequence: tuple[signal.Signals, ...], reference: Reference, rng: ran
         if trainer.code == 0:
             break
         trial.hit(_names(sequence), f"exit code {trainer.code}")
-        # Before and after the loop the system's own answer is as good: there is nothing to save.
-        allowed = {128 + sequence[0]} | {-number for number in sequence if number != signal.SIGINT}
-        allowed |= {128 + signal.SIGINT} if signal.SIGINT in sequence else set()
+        allowed = {exit_code(number, REQUEUE_EXIT_CODE) for number in sequence}
         trial.expect(trainer.code in allowed, f"{_names(sequence)}: exit code {trainer.code}: {_last_line(trial)}")
     finish_and_compare(reference, trial)
 

@@ -140,9 +140,10 @@ def run(arguments: list[str]) -> int:
     config = config_file.load(values.config, options.overrides)
     signals.AT_ONCE.requeue_exit_code = config.train.requeue_exit_code
     if values.dry_run == "report":
-        from hybrid_jax import report
+        from hybrid_jax import data, report
 
-        _show(report.dry_run(config) + "\n\nActivations come on top; --dry_run=compile tells how much.")
+        found = data.dry_run(config)  # first: a mistake is to be one line and nothing else
+        _show(f"{report.dry_run(config)}\n\n{found}\n\nActivations come on top; --dry_run=compile tells how much.")
         return 0
     start_devices(values)
     from hybrid_jax.kernels import dispatch
@@ -183,9 +184,10 @@ def start_devices(values: flags.FlagValues) -> None:
 
 def compile_only(config: Config) -> int:
     """--dry_run=compile: the dry-run table, then what compiling the step for these devices tells."""
-    from hybrid_jax import report
+    from hybrid_jax import data, report
 
-    print(report.dry_run(config) + "\n", flush=True)
+    found = data.dry_run(config)
+    print(f"{report.dry_run(config)}\n\n{found}\n", flush=True)
     print(report.compiled(config))
     return 0
 

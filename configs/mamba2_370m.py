@@ -15,6 +15,7 @@ def get_config(variant: str = "") -> ml_collections.ConfigDict:
     config = recipes.family_300m()
     config.model.update(pattern="M" * 48, mixer="mamba2", vocab_size=50_304, rescale_out_proj=True)
     config.model.mamba2.state_size = 16
+    config.data.prepare = recipes.fineweb_edu("10BT", "gpt-neox-20b/tokenizer.json")
     config.train.update(steps=11_738, global_batch_size=416)
     config.optimizer.update(learning_rate=3e-4, min_learning_rate=0.0, weight_decay=0.1)
     config.optimizer.update(warmup_steps=2000, decay_steps=11_738)

@@ -6,18 +6,20 @@ mathematics needs, at the memory bandwidth and the matmul speed measured when it
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import difflib
 import importlib.util
 import io
 import json
+import logging
 import math
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -317,6 +319,21 @@ def main(arguments: Sequence[str]) -> int:
         return 130
 
 
+@contextlib.contextmanager
+def _logged(say: Callable) -> Iterator[None]:
+    """Lets `say` tell what the package logs."""
+    handler, logger = logging.Handler(logging.INFO), logging.getLogger("hybrid_jax")
+    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def _run(options: argparse.Namespace, command: str) -> int:
     if options.repeats < 1:
         raise UserError(f"--repeats: {options.repeats} is not positive")
@@ -349,7 +366,8 @@ def _run(options: argparse.Namespace, command: str) -> int:
     on_cpu = device.platform == "cpu"
     named = bool(options.shapes) and options.shapes != ["all"]
     chosen_shapes = select(options.ops, options.shapes, on_cpu)
-    programs = plan(chosen_shapes, options.backends, bool(options.ops) or named, say)
+    with _logged(say):  # the first use of a kernel on a device takes its self-test's time
+        programs = plan(chosen_shapes, options.backends, bool(options.ops) or named, say)
     if on_cpu and not named:
         say("on a CPU the shapes are small ones (see --list); one named in --shapes is timed as it is")
     say(f"measuring a copy and a matmul on this {device.device_kind} ({device.platform})")

@@ -8,16 +8,14 @@ method, from its main thread.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-import platform
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,71 +23,13 @@ import orbax.checkpoint.experimental.v1 as ocp
 
 from hybrid_jax import distributed, manifest, pending, schema
 from hybrid_jax.errors import UserError
-from hybrid_jax.schema import SCHEMA
-
-if TYPE_CHECKING:
-    from hybrid_jax.config import Config
 
 PyTree = Any
 
-PACKAGES = ("hybrid_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _STATE = "state"
 _TEMPORARY = "orbax-checkpoint-tmp"  # in the name of a checkpoint that is being written
 _DAMAGED = ".damaged"  # after the name of one that was passed over
 _STALE = "stale"  # said of a list of checkpoints that is not what lies in the folder
-# Keys of the config that may differ from one start of a run to the next without a word.
-_FREE_KEYS = {
-    "train": ("steps", "max_bad_steps", "profile_steps", "requeue_exit_code", "micro_batch_size"),
-    "model": ("remat", "loss_chunk_tokens"),
-    "optimizer": (),
-    "data": ("cache_dir",),
-}
-_NAMED_CHANGES = 8  # more are counted
-
-
-def describe(cfg: Config, fingerprint: str) -> dict[str, Any]:
-    """What a checkpoint belongs to, as JSON: schema, config, pattern, package versions, data fingerprint."""
-    from hybrid_jax import config as config_lib
-
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # run from a checkout
-    return {
-        "schema": SCHEMA,
-        "config": config_lib.to_dict(cfg),
-        "pattern": cfg.model.layout,
-        "packages": versions,
-        "data": fingerprint,
-    }
-
-
-def changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Lines about what makes the run go on otherwise than it began: model, optimizer, samples."""
-    if not saved.get("config"):
-        return ["this checkpoint's record of its config is missing: whether it is the same one is not known"]
-    lines = []
-    for section, free in _FREE_KEYS.items():
-        old, new = (_flat(d["config"].get(section, {}), f"config.{section}") for d in (saved, current))
-        for key, value in new.items():
-            if key.split(".", 2)[2] not in free and key in old and old[key] != value:
-                lines.append(f"{key} was {old[key]!r} when this checkpoint was written and is {value!r} now")
-    if len(lines) > _NAMED_CHANGES:
-        lines[_NAMED_CHANGES:] = [f"{len(lines) - _NAMED_CHANGES} more keys of the config changed"]
-    if not any("config.data." in line or "config.train." in line for line in lines):
-        if saved.get("data") != current["data"]:
-            lines.append("the data changed since this checkpoint was written; training goes on with the new data")
-    return lines
-
-
-def _flat(section: dict[str, Any], prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in section.items():
-        path = f"{prefix}.{name}"
-        found |= _flat(value, path) if isinstance(value, dict) else {path: value}
-    return found
 
 
 class Checkpoints:
@@ -155,6 +95,14 @@ class Checkpoints:
         for name in unfinished:
             self.log(f"{self.folder / name} was not written to its end and is deleted")
 
+    def _try_open(self) -> str:
+        """`_open`, or why the folder cannot be read."""
+        try:
+            self._open()
+        except Exception as error:  # orbax raises many kinds
+            return pending.reason(error)
+        return ""
+
     def _listed(self) -> list[int]:
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
@@ -173,14 +121,14 @@ class Checkpoints:
         """
         self._settle()
         self._lost = None
-        if step in self.steps():
-            return
         said = self._agree(self._probe() or (_STALE if self._listed() != self.steps() else ""), f"checkpoint {step}")
-        if reason := pending.joined({process: text for process, text in said.items() if text != _STALE}):
+        reason = pending.joined({process: text for process, text in said.items() if text != _STALE})
+        if said and not reason:
+            reason = self._try_open()
+        if reason:
             self._count_failure(step, reason)
+        if reason or step in self.steps():
             return
-        if said:
-            self._open()
         meta = {**self.meta, **(record or {})}
         self._write = pending.Write(step, meta, time.monotonic() + self.timeout_seconds)
         try:
@@ -263,11 +211,8 @@ class Checkpoints:
             for path in self.folder.glob(f"{step}.*{_TEMPORARY}*"):
                 shutil.rmtree(path, ignore_errors=True)
         # Orbax has forgotten what this write would have replaced, and may remember what it did not write.
-        known = self.steps()
         if self.folder.is_dir():
-            self._open()
-        else:
-            self._whole = set(known)
+            self._try_open()  # if it cannot, `save` sees that its list is stale, and tries again
 
     def _count_failure(self, step: int, reason: str) -> None:
         self._failed += 1

@@ -178,7 +178,7 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    source: str = key("python", "where text comes from", ("python", "files", "store", "synthetic", "fineweb_edu"))
+    source: str = key("python", "where text comes from", ("python", "files", "store", "synthetic"))
     path: str = key(
         "",
         "files: a folder or glob of .txt/.md/.py/.jsonl; store: PREFIX of .bin and .idx, or a mixture "
@@ -187,13 +187,17 @@ class DataConfig:
     )
     tokenizer: str = key(
         "bytes",
-        "bytes, or a BPE trained on the source; store: how samples are written, bytes or else the ids as numbers",
+        "bytes, or a BPE trained on the source; store: how samples are written where no manifest names its tokenizer, "
+        "bytes or else the ids as numbers",
         ("bytes", "bpe"),
     )
     bpe_vocab_size: int = key(4096, "tokens of the trained BPE")
     cache_dir: str = key("", "of tokenizers and token stores (empty = the user's cache folder)")
     validation_fraction: float = key(0.05, "share of the files, or of a store's documents, held out")
+    validation_path: str = key("", "files, store: validate on this instead, of the form of path; nothing is held out")
     isolate_documents: bool = key(True, "reset state, attention and positions at document ends")
+    allow_change: bool = key(False, "let a run go on with other data than it began with")
+    prepare: str = key("", "said where source is store and path is empty: arguments of hybrid_jax.data.prepare")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-from hybrid_jax.config import CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, RopeConfig
+from hybrid_jax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, RopeConfig
 from hybrid_jax.errors import UserError
 from hybrid_jax.kernels import support
 from hybrid_jax.pattern import NAMES
@@ -21,7 +21,7 @@ def check(config: Config) -> None:
     """Raises UserError for the first key of a whole run that cannot work."""
     check_model(config.model)
     _check_train(config)
-    _check_data(config.data)
+    _check_data(config)
     _check_logistics(config)
 
 
@@ -178,15 +178,25 @@ def _check_train(config: Config) -> None:
         )
 
 
-def _check_data(data: DataConfig) -> None:
+def _check_data(config: Config) -> None:
+    data = config.data
     if data.source == "files" and not data.path:
         raise UserError(
             "config.data.path: empty; data.source 'files' needs a folder or a glob such as 'corpus/**/*.txt'"
         )
-    if data.source == "store" and not data.path:
-        raise UserError("config.data.path: empty; data.source 'store' needs PREFIX of a pair PREFIX.bin and PREFIX.idx")
-    if not 0.0 < data.validation_fraction < 1.0:
-        raise UserError(f"config.data.validation_fraction: {data.validation_fraction} is not between 0 and 1")
+    if not 0.0 <= data.validation_fraction < 1.0:
+        raise UserError(f"config.data.validation_fraction: {data.validation_fraction} is not in [0, 1)")
+    if data.validation_path and data.source not in ("files", "store"):
+        raise UserError(
+            f"config.data.validation_path: {data.validation_path!r}, but data.source {data.source!r} has its own text; "
+            "leave it empty, or set data.source to files or store"
+        )
+    nothing_held_out = data.validation_fraction == 0 and not data.validation_path and data.source != "synthetic"
+    if nothing_held_out and config.eval.batches:
+        raise UserError(
+            f"config.data.validation_fraction: 0 holds nothing out for the {config.eval.batches} batches of a "
+            "validation; set eval.batches to 0, or name other text in data.validation_path"
+        )
     if data.tokenizer == "bpe" and data.bpe_vocab_size < 257:
         raise UserError(
             f"config.data.bpe_vocab_size: {data.bpe_vocab_size} is too few; 256 bytes and a document end need 257"

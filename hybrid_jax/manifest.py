@@ -88,7 +88,8 @@ def _wrong(path: Path, crc: int) -> str:
 
 
 def _crc_of(record: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+    as_read = json.loads(json.dumps(record))  # keys are text now, and sort as it does
+    return zlib.crc32(json.dumps(as_read, sort_keys=True).encode())
 
 
 def _files(folder: Path) -> list[str]:

@@ -30,6 +30,7 @@ def family_1b() -> ml_collections.ConfigDict:
     _mla(config, heads=32, q_lora=1344, kv_lora=128, nope=32, rope=32, value=64)
     _linear_mixers(config, gdn_heads=8, kda_heads=16)
     config.model.mamba2.update(state_size=64, head_dim=64, n_groups=8, expand=1)
+    config.data.prepare = fineweb_edu("100BT")
     _schedule(config, steps=95_368, rows=512, length=2048, peak=3e-4, warmup=2000)
     return config
 
@@ -45,6 +46,7 @@ def family_3b() -> ml_collections.ConfigDict:
     config.model.mamba2.update(state_size=128, head_dim=128, n_groups=8, expand=1)
     _schedule(config, steps=95_368, rows=128, length=8192, peak=2e-4, warmup=2000)
     config.optimizer.weight_decay = 0.1
+    config.data.prepare = fineweb_edu("100BT")
     return config
 
 
@@ -55,6 +57,12 @@ def family_8b() -> ml_collections.ConfigDict:
     _mla(config, heads=32, q_lora=2048, kv_lora=160, nope=64, rope=64, value=128)
     _linear_mixers(config, gdn_heads=16, kda_heads=32)
     return config
+
+
+def fineweb_edu(sample: str, tokenizer: str = "llama-3/tokenizer.json") -> str:
+    """Arguments of hybrid_jax.data.prepare that make a recipe's store of a folder of HuggingFaceFW/fineweb-edu, as it
+    is downloaded."""
+    return f"--input fineweb-edu/sample/{sample} --tokenizer {tokenizer}"
 
 
 def finish(config: ml_collections.ConfigDict, variant: str) -> ml_collections.ConfigDict:
@@ -87,7 +95,7 @@ def _base(hidden_size: int, intermediate_size: int) -> ml_collections.ConfigDict
     config.model.gqa.rope.theta = ROPE_THETA
     config.train.update(seed=42, compute_dtype="bfloat16")
     config.optimizer.update(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.01, clip_norm=1.0)
-    config.data.source = "fineweb_edu"
+    config.data.update(source="store", prepare=fineweb_edu("10BT"))
     return config
 
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from hybrid_jax import checkpoint, data, distributed, feed, flops, metrics, report, sharding
+from hybrid_jax import checkpoint, data, distributed, feed, flops, metrics, provenance, report, sharding
 from hybrid_jax import config as config_lib
 from hybrid_jax.config import Config
 from hybrid_jax.data import ngram
@@ -79,15 +79,14 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
 
     # ---- data --------------------------------------------------------------------
     console.phase("opening the data")
-    train_data = _open_data(cfg, "train")
-    valid_data = _open_data(cfg, "validation") if cfg.eval.batches else None
+    train_data, valid_data = data.open_splits(cfg)
     if main:
         console.text(report.banner(cfg, jax.devices(), workdir))
         console.text(f"data        {train_data.description}")
     prompt = _prompt(cfg, train_data)
 
     # ---- state: restored, or fresh -----------------------------------------------
-    meta = checkpoint.describe(cfg, train_data.fingerprint)
+    meta = provenance.describe(cfg, train_data.identity)
     checkpoints = restored = None
     if not cfg.checkpoint.every_steps and any((workdir / "checkpoints").glob("[0-9]*")):
         raise UserError(
@@ -103,7 +102,7 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
         restored = checkpoints.restore(programs.state)
     if restored:
         state, start, saved_meta = restored
-        for line in checkpoint.changes(saved_meta, meta):
+        for line in provenance.changes(saved_meta, meta):
             console.text(f"note: {line}")
     else:
         console.phase("drawing the initial parameters")
@@ -470,16 +469,6 @@ class _Profile:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _open_data(cfg: Config, split: str) -> Dataset:
-    return data.open(
-        cfg.data,
-        sequence_length=cfg.train.sequence_length,
-        vocab_size=cfg.model.vocab_size,
-        seed=cfg.train.seed,
-        split=split,
-    )
 
 
 def _on_one_device(params: Any) -> Any:

@@ -155,9 +155,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "kernel: one square for steep tokens too",
         "hybrid_jax/kernels/kda/channels.py",
-        """            if tl.min(lowest) < STEEPEST:
+        """            if tl.min(least) < STEEPEST:
                 exact_kk,""",
-        """            if tl.min(lowest) < -1e30:
+        """            if tl.min(least) < -1e30:
                 exact_kk,""",
         "tests/kernels/test_delta_triton.py::test_steep_tokens_take_exact_squares",
     ),

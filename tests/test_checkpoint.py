@@ -1,6 +1,5 @@
 """Checkpoints: what is kept, what is found again, and what a wrong or damaged one leads to."""
 
-import dataclasses
 import errno
 import json
 import os
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 
 from hybrid_jax import checkpoint, manifest, schema, sharding
-from hybrid_jax.config import Config, MeshConfig, ModelConfig, TrainConfig
+from hybrid_jax.config import MeshConfig
 from hybrid_jax.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -532,19 +531,3 @@ def test_a_process_that_dies_in_a_save_is_named_and_the_older_checkpoint_stays(t
         checkpoints.wait()
         assert checkpoints.steps() == [1, 2] and not _temporary(tmp_path)
     assert [line for line in log if re.search(r"/2\.\S+ was not written to its end", line)]
-
-
-def test_description_of_a_run():
-    cfg = Config(model=ModelConfig(pattern="*-M-", mixer="kda"), train=TrainConfig(seed=7))
-    meta = checkpoint.describe(cfg, "f00d")
-    assert meta["schema"] == schema.SCHEMA and meta["pattern"] == "*-K-" and meta["data"] == "f00d"
-    assert meta["config"]["train"]["seed"] == 7 and meta["packages"]["jax"] == jax.__version__
-    assert checkpoint.changes(meta, meta) == []
-    other = checkpoint.describe(Config(model=cfg.model, train=TrainConfig(seed=8)), "beef")
-    assert checkpoint.changes(meta, other) == ["config.train.seed was 7 when this checkpoint was written and is 8 now"]
-    assert "the data changed" in checkpoint.changes(meta, {**meta, "data": "beef"})[0]
-    model = dataclasses.replace(cfg.model, norm_eps=1e-5, gdn=dataclasses.replace(cfg.model.gdn, allow_neg_eigval=True))
-    longer = checkpoint.describe(Config(model=model, train=TrainConfig(seed=7, steps=9)), "f00d")
-    told = checkpoint.changes(meta, longer)
-    assert len(told) == 2 and "config.model.norm_eps was 1e-06" in told[0] and "gdn.allow_neg_eigval was" in told[1]
-    assert "record of its config is missing" in checkpoint.changes({}, meta)[0]

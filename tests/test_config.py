@@ -188,6 +188,8 @@ def test_values_of_the_wrong_kind(key, text, words):
         ({"optimizer.weight_decay": "-0.1"}, "config.optimizer.weight_decay"),
         ({"data.source": "files"}, "config.data.path"),
         ({"data.validation_fraction": "1"}, "config.data.validation_fraction"),
+        ({"data.validation_fraction": "0"}, "config.data.validation_fraction: 0 holds nothing out for the"),
+        ({"data.validation_path": "x"}, "config.data.validation_path: 'x', but data.source"),
         ({"data.tokenizer": "bpe", "data.bpe_vocab_size": "256"}, "config.data.bpe_vocab_size"),
         ({"eval.batches": "-1"}, "config.eval.batches"),
         ({"checkpoint.keep": "0"}, "config.checkpoint.keep"),
@@ -373,7 +375,11 @@ def test_a_smoke_variant_is_the_same_model_in_a_few_small_steps(name):
     assert smoke.model.vocab_size >= 259
     assert smoke.optimizer.warmup_steps <= 1  # so that --config.train.steps=1 is valid too
     if name != "tiny_hybrid":
-        assert full.data.source == "fineweb_edu"
+        assert full.data.source == "store" and full.data.path == ""
+        sample = (
+            "10BT" if full.train.steps * full.train.global_batch_size * full.train.sequence_length < 2e10 else "100BT"
+        )
+        assert full.data.prepare.startswith(f"--input fineweb-edu/sample/{sample} --tokenizer ")
 
 
 # (steps, rows, length, peak, minimum, warm-up, weight decay)

@@ -113,8 +113,8 @@ def test_delta_kernels_at_named_shapes(name, judge):
 
 @pytest.mark.parametrize("name", MANY)
 def test_delta_kernels_with_many_heads(name, judge):
-    """Enough rows for the tiles of a full device."""
-    agrees_at_named_shape(name, judge, 256, 133)
+    """Enough rows for the tiles of a full device, as long as the reference's states of all tokens fit its memory."""
+    agrees_at_named_shape(name, judge, 256, 133 if shapes.SHAPES[name].K <= 128 else 40)
 
 
 def agrees_at_named_shape(name, judge, B, T):

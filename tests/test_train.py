@@ -19,6 +19,7 @@ import pytest
 
 from hybrid_jax import checkpoint, data, feed, manifest, metrics, optimizer, sharding, step, train
 from hybrid_jax.config import MeshConfig
+from hybrid_jax.data.store import StoreWriter
 from hybrid_jax.errors import UserError
 from hybrid_jax.kernels import dispatch
 from tests.tiny import EVERY_KIND, tiny_config
@@ -427,11 +428,21 @@ train.run(small_run(folder))
 """
 
 
-def small_run(folder):
-    """Of one process or two: a validation, checkpoints, a sample."""
+def small_run(folder, weight=0.7, **more):
+    """Of one process or two: a mixture of stores over several epochs, a validation, checkpoints, a sample."""
     sample = {"eval__sample_tokens": 3, "eval__sample_prompt": "1 2"}
+    stores = Path(folder).parent
+    mixture = {"data__source": "store", "data__path": f"{stores}/a:{weight},{stores}/b:0.3", **more}
     saves = {"checkpoint__every_steps": 3, "checkpoint__keep_every": 3}
-    return tiny_config(folder, train__steps=20, model__pattern="A-", eval__batches=1, **sample, **saves)
+    return tiny_config(folder, train__steps=20, model__pattern="A-", eval__batches=1, **sample, **saves, **mixture)
+
+
+def _write_stores(folder):
+    rng = np.random.default_rng(0)
+    for name, documents in (("a", 60), ("b", 20)):
+        lengths = rng.integers(1, 60, documents)
+        with StoreWriter(folder / name, vocab_size=64) as writer:
+            writer.extend(rng.integers(0, 64, lengths.sum()), lengths)
 
 
 def _start(folder, index, port, stop_at):
@@ -459,6 +470,7 @@ def _free_port():
 
 
 def test_two_processes_go_on_from_one_equal_it_stop_together_and_resume_as_one(tmp_path):
+    _write_stores(tmp_path)
     one = small_run(tmp_path / "one")
     train.run(one)
     (tmp_path / "two" / "checkpoints").mkdir(parents=True)  # the two go on from what one has written
@@ -490,3 +502,14 @@ def test_two_processes_go_on_from_one_equal_it_stop_together_and_resume_as_one(t
         np.testing.assert_allclose([x[name] for x in got], [x[name] for x in expected], rtol=1e-5, err_msg=name)
     assert got[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=1e-5)
     assert (tmp_path / "one" / "sample.txt").read_text() == (tmp_path / "two" / "sample.txt").read_text()
+
+    with pytest.raises(
+        UserError, match=r"the weight of store 1 of data\.path was 7 of 10 and is 1 of 2; the weight of"
+    ):
+        train.run(small_run(tmp_path / "two", weight=0.3))
+    for name in ("a", "b"):  # the same content somewhere else is the same data
+        for ending in (".bin", ".idx"):
+            (tmp_path / f"moved_{name}{ending}").write_bytes((tmp_path / f"{name}{ending}").read_bytes())
+    moved = {"data__path": f"{tmp_path}/moved_a:7,{tmp_path}/moved_b:3", "train__micro_batch_size": 2}
+    train.run(small_run(tmp_path / "two", **moved))
+    assert "note:" not in (tmp_path / "two" / "train.log").read_text()

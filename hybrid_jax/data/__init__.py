@@ -6,22 +6,23 @@ global_batch_size=8)` is a step's batch; see `Dataset` for what is in it.
 """
 
 import dataclasses
+import hashlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from hybrid_jax.data import mixture
+from hybrid_jax.data import stores
 from hybrid_jax.data.interface import Dataset, Tokenizer
 from hybrid_jax.data.packing import PackedDataset
 from hybrid_jax.data.prefetch import prefetch
-from hybrid_jax.data.sources import Corpus, files, python_library, split_store
-from hybrid_jax.data.store import StoreReader
+from hybrid_jax.data.sources import Corpus, Document, files, held_out, python_library, with_validation
 from hybrid_jax.data.synthetic import SyntheticDataset
-from hybrid_jax.data.tokenizer import BpeTokenizer, ByteTokenizer, IdTokenizer, TokenStore, cached_bpe
+from hybrid_jax.data.tokenizer import BpeTokenizer, ByteTokenizer, TokenStore, cached_bpe
 from hybrid_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from hybrid_jax.config import DataConfig
+    from hybrid_jax.config import Config, DataConfig
 
-__all__ = ["Dataset", "Tokenizer", "open", "prefetch"]
+__all__ = ["Dataset", "Tokenizer", "dry_run", "open", "open_splits", "prefetch"]
 
 
 def open(data: "DataConfig", *, sequence_length: int, vocab_size: int, seed: int, split: str = "train") -> Dataset:
@@ -30,6 +31,12 @@ def open(data: "DataConfig", *, sequence_length: int, vocab_size: int, seed: int
     vocab_size is the model's; every id is checked to lie below it. Raises UserError, naming the key, for a
     source that is not there, a vocabulary that is too small, or a split without text.
     """
+    return _open(data, sequence_length, vocab_size, seed, split, {})
+
+
+def _open(
+    data: "DataConfig", sequence_length: int, vocab_size: int, seed: int, split: str, already: dict[str, stores.Opened]
+) -> Dataset:
     if split not in ("train", "validation"):
         raise ValueError(f"split {split!r}: 'train' or 'validation'")
     training = split == "train"
@@ -42,14 +49,10 @@ def open(data: "DataConfig", *, sequence_length: int, vocab_size: int, seed: int
             isolate_documents=data.isolate_documents,
         )
     if data.source == "store":
-        return _open_store(data, sequence_length, vocab_size, seed, training)
+        return stores.open(data, sequence_length, vocab_size, seed, training, already)
     corpus = _corpus(data)
     documents = corpus.train if training else corpus.validation
-    if not documents:
-        raise UserError(
-            f"config.data.validation_fraction: {data.validation_fraction} leaves no document of "
-            f"{corpus.description} for validation; raise it, or set config.eval.batches=0"
-        )
+    _require(documents, data, corpus)
     tokenizer, store = _tokenize(data, corpus, training, vocab_size)
     largest = int(store.tokens.max())
     if largest >= vocab_size:  # a lookup would clamp it or give NaN, in silence
@@ -65,89 +68,76 @@ def open(data: "DataConfig", *, sequence_length: int, vocab_size: int, seed: int
             f"{corpus.description}: {len(documents):,} {split} documents, {len(store.tokens):,} tokens "
             f"({data.tokenizer}, {tokenizer.vocab_size:,} ids, {tokenizer.bytes_per_token:.2f} bytes a token)"
         ),
+        source={
+            "data.source": data.source,
+            "the text": _digest(d.digest for d in documents),
+            "data.validation_fraction": held_out(data),
+            "the tokenizer": data.tokenizer if data.tokenizer == "bytes" else f"bpe {_digest([store.tokens.data])}",
+        },
     )
 
 
-def _open_store(data: "DataConfig", sequence_length: int, vocab_size: int, seed: int, training: bool) -> Dataset:
-    """In memory: 16 bytes a document, and 16 more for each epoch whose order is kept; the tokens are mapped."""
-    parts = mixture.parse(data.path)
-    opened = [_open_reader(part.prefix, vocab_size) for part in parts]
-    as_bytes = ByteTokenizer()
-    written_as_bytes = data.tokenizer == "bytes" and max(largest for _, largest in opened) < as_bytes.vocab_size
-    tokenizer: ByteTokenizer | IdTokenizer
-    if written_as_bytes and as_bytes.vocab_size <= vocab_size:
-        tokenizer, samples = as_bytes, "samples as bytes"
-    else:
-        tokenizer, samples = IdTokenizer(vocab_size=vocab_size, end_of_document=vocab_size - 1), "samples as ids"
-    split = "train" if training else "validation"
-    packed, counts = [], []
-    for number, (part, (reader, _)) in enumerate(zip(parts, opened, strict=True)):
-        starts, ours, held_out = split_store(reader.starts(), data.validation_fraction)
-        documents = ours if training else held_out
-        if not len(documents):
-            raise UserError(
-                f"config.data.validation_fraction: {data.validation_fraction} leaves no document of {reader.bin} for "
-                "validation; raise it, or set config.eval.batches=0"
-            )
-        tokens = int((starts[documents + 1] - starts[documents]).sum())
-        counts.append(f"{len(documents):,} {split} documents, {tokens:,} tokens")
-        packed.append(
-            PackedDataset(
-                TokenStore(reader.tokens, starts),
-                tokenizer,
-                sequence_length=sequence_length,
-                seed=seed if len(parts) == 1 else mixture.part_seed(seed, number),
-                training=training,
-                isolate_documents=data.isolate_documents,
-                description=f"{part.prefix} (token store, {reader.dtype}): {counts[-1]} ({samples})",
-                documents=documents,
-                content=reader.digest(),
-            )
+def open_splits(config: "Config") -> tuple[Dataset, Dataset | None]:
+    """The training split of a run, and the validation split if it validates. Raises UserError as `open` does."""
+    train, already = config.train, dict[str, stores.Opened]()
+
+    def one(split: str) -> Dataset:
+        return _open(config.data, train.sequence_length, config.model.vocab_size, train.seed, split, already)
+
+    training, batches = one("train"), config.eval.batches
+    if not batches:
+        return training, None
+    validation, size = one("validation"), train.global_batch_size
+    pieces = ((step, range(at, min(at + 8, size))) for step in range(batches) for at in range(0, size, 8))
+    if not any((validation.batch(step, rows, size)["targets"] >= 0).any() for step, rows in pieces):
+        raise UserError(
+            f"config.eval.batches: no token of the first {batches} batches of validation is a target, as its documents "
+            "have one token or a loss mask hides them; hold out more, or set it to 0"
         )
-    if len(parts) == 1:
-        return packed[0]
-    weights = [part.weight for part in parts]
-    whole = mixture.whole_weights(weights)
-    named = [
-        part.prefix + f" {100 * weight / sum(whole):.4g}%" * training + f" ({count})"
-        for part, weight, count in zip(parts, whole, counts, strict=True)
-    ]
-    tokens = sum(part.num_tokens for part in packed)
-    return mixture.MixtureDataset(
-        packed,
-        weights,
-        seed=seed,
-        training=training,
-        description=f"{len(parts)} token stores, {tokens:,} tokens ({samples}): {'; '.join(named)}",
-    )
+    return training, validation
 
 
-def _open_reader(prefix: str, vocab_size: int) -> tuple[StoreReader, int]:
-    """The store and the largest of its ids that were looked at."""
-    try:
-        reader = StoreReader(prefix)
-    except UserError as error:
-        raise UserError(f"config.data.path: {error}") from None
-    try:
-        # The trainer looks at the ids of each batch, so a large store is not read through before the first;
-        # but a batch is int32, in which a wider id could pass for another.
-        return reader, reader.check_ids(vocab_size, sample=reader.dtype.itemsize <= 4)
-    except UserError as error:
-        raise UserError(f"config.model.vocab_size: {error}") from None
+def dry_run(config: "Config") -> str:
+    """What --dry_run says of the data, in lines. Opens it all, but for a text source it trains no tokenizer.
+
+    Raises UserError as `open` does; a store that is not named yet is only said.
+    """
+    if config.data.source == "store" and not config.data.path.strip(", "):
+        return f"data        none yet: {stores.missing(config.data)}"
+    if config.data.source in ("store", "synthetic"):
+        opened = [dataset.description for dataset in open_splits(config) if dataset is not None]
+    else:
+        corpus = _corpus(config.data)
+        opened = [f"{corpus.description}: {len(corpus.train):,} train documents"]
+        if config.eval.batches:
+            opened.append(f"{len(corpus.validation):,} validation documents")
+            _require(corpus.validation, config.data, corpus)
+    return "\n".join(f"{'' if number else 'data':<12}{line}" for number, line in enumerate(opened))
+
+
+def _require(documents: list[Document], data: "DataConfig", corpus: Corpus) -> None:
+    if not documents:
+        raise UserError(
+            f"config.data.validation_fraction: {data.validation_fraction} leaves no document of "
+            f"{corpus.description} for validation; raise it, or set config.eval.batches=0"
+        )
+
+
+def _digest(parts: Iterable[bytes | memoryview]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _corpus(data: "DataConfig") -> Corpus:
     if data.source == "python":
         return python_library(data.validation_fraction)
     if data.source == "files":
+        if data.validation_path:
+            return with_validation(files(data.path, 0.0), files(data.validation_path, 0.0, "validation_path"))
         return files(data.path, data.validation_fraction)
-    if data.source == "fineweb_edu":
-        raise UserError(
-            "config.data.source: no prepared set of 'fineweb_edu' is here and this version cannot make one; "
-            "add ':smoke' to the config, or set config.data.path and config.data.source to your text (files) or to a "
-            "token store (store)"
-        )
-    raise UserError(f"config.data.source: {data.source!r}: must be python, files, store, synthetic or fineweb_edu")
+    raise UserError(f"config.data.source: {data.source!r}: must be python, files, store or synthetic")
 
 
 def _tokenize(

@@ -1,6 +1,7 @@
 """What the trainer sees of any data source."""
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,26 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+class Documents(Protocol):
+    """Tokens of documents end to end, and where each lies, by number from 0 in stored order."""
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[N], any integers."""
+        ...
+
+    @property
+    def num_documents(self) -> int: ...
+
+    def lengths(self, numbers: np.ndarray) -> np.ndarray:
+        """Tokens of each of these documents, int64 as `numbers`; 0 for an empty one."""
+        ...
+
+    def first_tokens(self, numbers: np.ndarray) -> np.ndarray:
+        """Index into `tokens` of the first token of each, int64 as `numbers`."""
+        ...
+
+
 class Dataset(Protocol):
     """Batches by index: row r of step s is a pure function of (seed, s, r), whoever asks for it and in which
     order."""
@@ -35,8 +56,14 @@ class Dataset(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     @property
+    def identity(self) -> dict[str, str]:
+        """The named parts of what decides a sample: content, tokenizer, split, lengths, order, weights. A part that
+        is not known is left out. What does not change a sample, such as where the content lies, is not in it."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
-        """Hex digest of everything that decides a sample: content, tokenizer, split, lengths, order."""
+        """Hex digest of `identity`."""
         ...
 
     @property
@@ -62,6 +89,11 @@ class Dataset(Protocol):
         Raises ValueError for a row outside [0, global_batch_size) or a negative step.
         """
         ...
+
+
+def fingerprint(identity: Mapping[str, str]) -> str:
+    """Hex digest, whatever the order of the parts."""
+    return hashlib.blake2b(repr(sorted(identity.items())).encode(), digest_size=16).hexdigest()
 
 
 def check_rows(step: int, rows: Sequence[int], global_batch_size: int) -> np.ndarray:

@@ -13,7 +13,6 @@ but without, a child of the root. A Huffman node's uncle is no lighter than the 
 """
 
 import contextlib
-import hashlib
 import heapq
 import math
 import os
@@ -23,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybrid_jax.data.interface import Dataset, Tokenizer, check_rows
+from hybrid_jax.data.interface import Dataset, Tokenizer, check_rows, fingerprint
 from hybrid_jax.errors import UserError
 
 _PHASES, _SEEDS = 4, 5  # random streams, apart from those of packing
@@ -46,8 +45,8 @@ class _Node(NamedTuple):
     second: "_Node | int"
 
 
-def parse(path: str) -> list[Part]:
-    """The stores of config.data.path, 'PREFIX:WEIGHT,PREFIX:WEIGHT,...'.
+def parse(path: str, key: str = "path") -> list[Part]:
+    """The stores of config.data.path (or another key of it), 'PREFIX:WEIGHT,PREFIX:WEIGHT,...'.
 
     A text that as a whole names files of a store is one prefix, whatever is in it. Else commas part the
     stores, and what follows a store's last colon is its weight if it is a number; without one it weighs 1.
@@ -61,19 +60,19 @@ def parse(path: str) -> list[Part]:
     for number, text in enumerate(path.split(","), 1):
         part = _parse_part(text.strip())
         if not part.prefix:
-            raise UserError(f"config.data.path: store {number} of {path!r} has no name; give PREFIX:WEIGHT for each")
+            raise UserError(f"config.data.{key}: store {number} of {path!r} has no name; give PREFIX:WEIGHT for each")
         if not 0 < part.weight < math.inf:
             raise UserError(
-                f"config.data.path: {part.prefix}: its weight {text.rpartition(':')[2].strip()} is not a number above "
+                f"config.data.{key}: {part.prefix}: its weight {text.rpartition(':')[2].strip()} is not a number above "
                 "0; give one, or leave the store out"
             )
         name, colon, weight = part.prefix.rpartition(":")
         if colon and _is_store(name) and not _is_store(part.prefix):
-            raise UserError(f"config.data.path: {name}: its weight {weight!r} is not a number; give PREFIX:WEIGHT")
-        place = os.path.realpath(_stem(part.prefix) + ".idx")
+            raise UserError(f"config.data.{key}: {name}: its weight {weight!r} is not a number; give PREFIX:WEIGHT")
+        place = os.path.realpath(stem(part.prefix) + ".idx")
         if place in places:
             raise UserError(
-                f"config.data.path: {part.prefix}: named twice; name a store once, with the sum of its weights"
+                f"config.data.{key}: {part.prefix}: named twice; name a store once, with the sum of its weights"
             )
         places.add(place)
         parts.append(part)
@@ -150,8 +149,11 @@ class MixtureDataset:
         self._parts = list(parts)
         whole = whole_weights(weights) if training else [part.num_windows for part in parts]
         self._schedule = Schedule(whole, seed * training)
-        identity = ("mixture 1", whole, seed * training, training, [part.fingerprint for part in parts])
-        self.fingerprint = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
+        self.identity = _identity(parts, whole if training else [], seed)
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.identity)
 
     def batch(self, step: int, rows: Sequence[int], global_batch_size: int) -> dict[str, np.ndarray]:
         """See `Dataset.batch`."""
@@ -169,6 +171,22 @@ class MixtureDataset:
         return {name: np.concatenate([piece[name] for piece in pieces])[back] for name in pieces[0]}
 
 
+def _identity(parts: Sequence[Dataset], weights: Sequence[int], seed: int) -> dict[str, str]:
+    """What is the same in all parts under its own name, the rest and the weights by number of store."""
+    identity = {"the number of stores in data.path": str(len(parts))}
+    for number, part in enumerate(parts, 1):
+        of_store = f"store {number} of data.path"
+        for name, value in part.identity.items():
+            identity[name.replace("data.path", of_store)] = value
+        if weights:
+            identity[f"the weight of {of_store}"] = f"{weights[number - 1]} of {sum(weights)}"
+    # Of the parts it is the seeds that this one makes.
+    identity["the order of the data (train.seed)"] = "mixture 1, packing 2, " + (
+        f"seed {seed}" if weights else "validation"
+    )
+    return identity
+
+
 def _parse_part(text: str) -> Part:
     prefix, colon, weight = text.rpartition(":")
     if colon:
@@ -178,9 +196,9 @@ def _parse_part(text: str) -> Part:
 
 
 def _is_store(prefix: str) -> bool:
-    return any(os.path.isfile(_stem(prefix) + ending) for ending in (".idx", ".bin"))
+    return any(os.path.isfile(stem(prefix) + ending) for ending in (".idx", ".bin"))
 
 
-def _stem(prefix: str) -> str:
+def stem(prefix: str) -> str:
     """As StoreReader takes it."""
     return os.path.expanduser(prefix).removesuffix(".idx").removesuffix(".bin")

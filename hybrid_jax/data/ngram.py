@@ -16,6 +16,7 @@ import numpy as np
 
 from hybrid_jax.data.interface import Dataset
 from hybrid_jax.data.packing import PackedDataset
+from hybrid_jax.data.tokenizer import TokenStore
 from hybrid_jax.errors import UserError
 
 MAX_ORDER = 5
@@ -92,13 +93,17 @@ def nats_per_token(train: Dataset, validation: Dataset, order: int, num_windows:
     """
     if not (isinstance(train, PackedDataset) and isinstance(validation, PackedDataset)):
         raise UserError("config.eval.ngram_order: needs text to count; set it to 0 for data.source 'synthetic'")
-    model = fit(train.store.tokens, _documents(train), order=order, vocab_size=train.tokenizer.vocab_size)
-    p_N = model.probabilities(validation.store.tokens, _documents(validation))
+    model = fit(*_documents(train), order=order, vocab_size=train.tokenizer.vocab_size)
+    p_N = model.probabilities(*_documents(validation))
     return float(-np.log(p_N[validation.predicted(num_windows)]).mean())
 
 
-def _documents(dataset: PackedDataset) -> np.ndarray:
-    return dataset.store.starts if dataset.isolate_documents else dataset.store.starts[[0, -1]]
+def _documents(dataset: PackedDataset) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, where a document starts, and the end) of a data set in memory."""
+    store = dataset.store
+    if not isinstance(store, TokenStore):
+        raise UserError("config.eval.ngram_order: counts in memory, where a token store need not fit; set it to 0")
+    return store.tokens, store.starts if dataset.isolate_documents else store.starts[[0, -1]]
 
 
 def _grams(tokens_N: np.ndarray, starts: np.ndarray, order: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,6 @@ A part is three files of a folder:
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import multiprocessing
 import os
@@ -26,84 +25,13 @@ import numpy as np
 
 from hybrid_jax.data.documents import Reader, Span
 from hybrid_jax.data.store import StoreWriter
-from hybrid_jax.data.tokenizer import ByteTokenizer
+from hybrid_jax.data.vocabulary import Vocabulary
 from hybrid_jax.errors import UserError
 
-END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eod>", "<|eos|>", "</s>", "<eos>", "[EOS]")
 CALL_CHARACTERS = 2**20  # encoded at once
 _LONGEST = 2**31 - 1  # tokens of a document of a store
 _JOIN_TOKENS = 2**22  # copied at once
 COUNTS = ("documents", "tokens", "text_bytes", "empty", "replaced")
-
-
-@dataclasses.dataclass(frozen=True)
-class Vocabulary:
-    """definition: the content of a tokenizer.json, "" for bytes. end_of_document is None if it has none."""
-
-    name: str
-    definition: str
-    size: int
-    end_of_document: int | None
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of ids on disk, as StoreWriter chooses it."""
-        return np.dtype("<u2" if self.size < 2**16 else "<i4")
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256((self.definition or "bytes").encode()).hexdigest()
-
-    def encoder(self) -> Callable[[list[str]], list[np.ndarray]]:
-        """Texts to integers [length] each: all of the text and nothing else, whatever it spells."""
-        if not self.definition:
-            return lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts]
-        bpe = _tokenizer(self.definition, self.name)
-        return lambda texts: [
-            np.asarray(e.ids, self.dtype) for e in bpe.encode_batch_fast(texts, add_special_tokens=False)
-        ]
-
-
-def vocabulary(name: str, eod_token: str, append_eod: bool) -> Vocabulary:
-    """Of --tokenizer: `bytes`, a tokenizer.json or a folder with one. Raises UserError for a file that is not
-    there or is none, and if documents shall end with a token that it does not have."""
-    if name == "bytes":
-        if eod_token:
-            raise UserError("--eod_token: 'bytes' ends documents with the id 256; leave it out")
-        return Vocabulary(name, "", ByteTokenizer.vocab_size, ByteTokenizer.end_of_document)
-    path = Path(name).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        definition = path.read_bytes().decode()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "is not UTF-8"
-        raise UserError(f"--tokenizer: {path}: {why}; give bytes, a tokenizer.json or a folder with one") from None
-    bpe = _tokenizer(definition, name)
-    if eod_token and bpe.token_to_id(eod_token) is None:
-        raise UserError(f"--eod_token: {eod_token!r} is not in the vocabulary of {path}")
-    found = [token for token in ([eod_token] if eod_token else END_NAMES) if bpe.token_to_id(token) is not None]
-    if append_eod and not found:
-        raise UserError(
-            f"--eod_token: {path} has none of {', '.join(END_NAMES)}; name its end-of-document token, "
-            "or give --no-append_eod"
-        )
-    size = max(bpe.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    return Vocabulary(name, definition, size, bpe.token_to_id(found[0]) if found else None)
-
-
-def _tokenizer(definition: str, name: str) -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError("--tokenizer: needs a package that is not installed: pip install tokenizers") from None
-    try:
-        bpe = tokenizers.Tokenizer.from_str(definition)
-    except Exception as error:  # the package raises plain Exception
-        raise UserError(f"--tokenizer: {name}: is not a tokenizer.json: {' '.join(str(error).split())}") from None
-    bpe.no_truncation()  # either would change what a document holds
-    bpe.no_padding()
-    bpe.encode_special_tokens = True  # as the characters that spell them
-    return bpe
 
 
 # A part.

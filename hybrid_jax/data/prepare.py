@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hybrid_jax.data.documents import ACCEPTED, Source, cut, find, sources
-from hybrid_jax.data.parts import Job, NoStore, Vocabulary, join, make_parts, vocabulary, whole_file, whole_part
+from hybrid_jax.data.manifest import FORMAT, VERSION, tokenizer_path
+from hybrid_jax.data.parts import Job, NoStore, join, make_parts, whole_file, whole_part
+from hybrid_jax.data.vocabulary import Vocabulary, vocabulary
 from hybrid_jax.errors import UserError
 from hybrid_jax.metrics import duration, short
 
-FORMAT, VERSION = "hybrid_jax token store", 1  # of the manifest; the version also of the parts
 PART_BYTES, PARTS = 2**22, 2**12  # of input in a part, more where that would make more parts
 
 
@@ -193,11 +194,15 @@ def _run(
         print(f"prepare: joining {len(made)} parts", file=sys.stderr, flush=True)
     counts = join(folder, made, vocab, options.max_tokens)
     del plan["part_bytes"]
+    plan["tokenizer"]["bytes_per_token"] = counts["text_bytes"] / counts["tokens"]
     manifest = {"format": FORMAT, **counts, "dtype": vocab.dtype.name, **plan}
     for path in outputs[1:]:  # of an older store: a pair that does not fit must not stand there
         path.unlink(missing_ok=True)
     os.replace(folder / "joined.bin", outputs[0])
     os.replace(folder / "joined.idx", outputs[1])
+    if vocab.definition:
+        with whole_file(tokenizer_path(prefix)) as file:
+            file.write(vocab.definition.encode())
     with whole_file(outputs[2]) as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
     _clear(folder)

@@ -11,11 +11,17 @@ import platform
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hybrid_jax.data.interface import Documents
 from hybrid_jax.errors import UserError
 
+if TYPE_CHECKING:
+    from hybrid_jax.config import DataConfig
+
+PIECE = 2**16  # documents of a store looked at in one go
 ACCEPTED = (".txt", ".md", ".py", ".jsonl")
 
 # Installed packages are not the standard library; its own tests are missing from many Linux distributions;
@@ -60,15 +66,15 @@ def python_library(validation_fraction: float) -> Corpus:
     return _corpus([_read_file(root, n) for n in names], validation_fraction, label)
 
 
-def files(path: str, validation_fraction: float) -> Corpus:
+def files(path: str, validation_fraction: float, key: str = "path") -> Corpus:
     """Text files of a folder (recursive), a glob, or one file; a .jsonl line is a document, its `text` field
     the text.
 
-    Raises UserError when there is nothing to read, or for a .jsonl line without text.
+    Raises UserError, naming config.data.`key`, when there is nothing to read, or for a .jsonl line without text.
     """
     kinds = ", ".join(ACCEPTED)
     if not path:
-        raise UserError(f"config.data.path: empty; name a folder, a glob or a file ({kinds}) for source 'files'")
+        raise UserError(f"config.data.{key}: empty; name a folder, a glob or a file ({kinds}) for source 'files'")
     full = os.path.expanduser(path)
     if os.path.isdir(full):
         root, names = full, list(_walk(full, set()))
@@ -77,44 +83,72 @@ def files(path: str, validation_fraction: float) -> Corpus:
     else:
         found = sorted(f for f in glob.glob(full, recursive=True) if os.path.isfile(f))
         if not found:
-            raise UserError(f"config.data.path: {path}: no such file or folder ({kinds} are read)")
+            raise UserError(f"config.data.{key}: {path}: no such file or folder ({kinds} are read)")
         # Names relative to the fixed part of the glob: a file added later renames no other one.
         fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(full).parts)
         root = str(Path(*fixed))
         names = sorted(_posix(os.path.relpath(f, root)) for f in found)
     names = [n for n in names if n.lower().endswith(ACCEPTED)]
     if not names:
-        raise UserError(f"config.data.path: {path}: holds no file that can be read ({kinds})")
+        raise UserError(f"config.data.{key}: {path}: holds no file that can be read ({kinds})")
     label = f"{path} ({len(names)} {'file' if len(names) == 1 else 'files'})"
-    corpus = _corpus([_read_file(root, n) for n in names], validation_fraction, label)
+    corpus = _corpus([_read_file(root, n, key) for n in names], validation_fraction, label)
     if not corpus.train:
-        raise UserError(f"config.data.path: {path}: its files hold no text to train on")
+        raise UserError(f"config.data.{key}: {path}: its files hold no text to train on")
     return corpus
 
 
-def split_store(starts: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(starts, numbers of the training documents, of the validation documents) of a token store, all int64.
+def with_validation(train: Corpus, validation: Corpus) -> Corpus:
+    """Both splits of two corpora that hold nothing out. A text of training is left out of validation."""
+    seen = {d.digest for d in train.train}
+    held_out = [d for d in validation.train if d.digest not in seen]
+    if not held_out:
+        raise UserError(
+            f"config.data.validation_path: every text of {validation.description} is in config.data.path too; give "
+            "other text"
+        )
+    return Corpus(train.train, held_out, f"{train.description}, validated on {validation.description}")
 
-    starts [documents + 1] as in `TokenStore`. Split by a hash of the document's number alone, so that
-    documents added at the end move no old one; an only document is cut in two, where its new start lies.
-    Copies of a text are not looked for; documents without tokens are in neither.
+
+def held_out(data: "DataConfig") -> str:
+    """How config.data parts validation off, as a part of `Dataset.identity`."""
+    return "0, as data.validation_path is set" if data.validation_path else str(data.validation_fraction)
+
+
+def split_store(store: Documents, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Which documents of a store are held out and which are without tokens, both bool [documents].
+
+    Held out by a hash of the document's number alone, so that documents added at the end move no old one; but
+    of two documents or more with tokens, one is on each side if the fraction is above 0. Copies of a text are not
+    looked for.
     """
-    documents = np.flatnonzero(np.diff(starts))
-    if len(documents) == 1 and fraction > 0 and starts[-1] > 1:
-        cut = round(int(starts[-1]) * (1 - fraction))
-        return np.asarray([0, min(max(cut, 1), int(starts[-1]) - 1), starts[-1]]), np.asarray([0]), np.asarray([1])
-    rank = documents.astype(np.uint64)
+    held_out, empty = np.zeros(store.num_documents, bool), np.zeros(store.num_documents, bool)
+    limit = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+    ends: list[tuple[int, int]] = []  # (hash, number) of the documents with the lowest and the highest of each piece
+    for at in range(0, store.num_documents, PIECE):
+        numbers = np.arange(at, min(at + PIECE, store.num_documents))
+        empty[numbers] = store.lengths(numbers) == 0
+        numbers = numbers[~empty[numbers]]
+        if fraction > 0 and len(numbers):
+            rank = _rank(numbers)
+            held_out[numbers] = rank < limit
+            ends += [(int(rank[i]), int(numbers[i])) for i in (rank.argmin(), rank.argmax())]
+    if len({number for _, number in ends}) > 1:
+        if not held_out.any():
+            held_out[min(ends)[1]] = True
+        elif (held_out | empty).all():
+            held_out[max(ends)[1]] = False
+    return held_out, empty
+
+
+def _rank(numbers: np.ndarray) -> np.ndarray:
+    """Hash of each, uniform over uint64."""
+    rank = numbers.astype(np.uint64)
     rank += np.uint64(0x9E3779B97F4A7C15)  # splitmix64 (Steele, Lea and Flood 2014)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         rank ^= rank >> np.uint64(shift)
         rank *= np.uint64(factor)
-    held_out = rank < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
-    if fraction > 0 and len(documents) > 1:
-        if not held_out.any():
-            held_out[rank.argmin()] = True
-        elif held_out.all():
-            held_out[rank.argmax()] = False
-    return starts, documents[~held_out], documents[held_out]
+    return rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,12 +171,12 @@ def _posix(path: str) -> str:
     return path.replace(os.sep, "/")
 
 
-def _read_file(root: str, name: str) -> _File:
+def _read_file(root: str, name: str, key: str = "path") -> _File:
     file = Path(root, name)
     try:
         raw = file.read_bytes()
     except OSError as error:
-        raise UserError(f"config.data.path: {file}: {error.strerror or error}") from None
+        raise UserError(f"config.data.{key}: {file}: {error.strerror or error}") from None
     raw = raw.removeprefix(b"\xef\xbb\xbf")
     undecodable = False
     try:

@@ -11,6 +11,9 @@ PREFIX.bin is the ids of all documents end to end. PREFIX.idx, little-endian and
     pointers           int64 [S]   byte of PREFIX.bin at which each sequence starts
     document index     int64 [documents + 1]   first sequence of each document, and S
 
+PREFIX.mask.bin, which is ours and may be absent, is one byte for each id of PREFIX.bin: 1 if the loss counts it
+as a target, 0 if not, as in the prompts of fine-tuning.
+
 A document is any number of sequences that follow each other; here, as Megatron's preprocess_data writes them
 unless it splits sentences, one, and none if it is empty. Multimodal datasets append S modes, int8: not read.
 """
@@ -35,7 +38,7 @@ _FLOATS = (6, 7)
 _MAGIC = b"MMIDIDX\0\0"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
-_SIZE, _POINTER = np.dtype("<i4"), np.dtype("<i8")
+_SIZE, _POINTER, _LEARN = np.dtype("<i4"), np.dtype("<i8"), np.dtype("u1")
 _LONGEST = 2**31 - 1  # a size is an int32
 _CHUNK = 2**20  # entries looked at in one go
 _BLOCK_BYTES, _BLOCKS = 2**16, 2**12  # of a sample of the ids
@@ -45,17 +48,20 @@ class StoreReader:
     """A store, memory-mapped: opening it reads PREFIX.idx once, in pieces, and keeps nothing of it.
 
     tokens: read-only [num_tokens], the ids of all documents end to end, of dtype `dtype`; slices of it read
-    only themselves. Raises UserError, naming the file, for a missing one, another format, files that do not
-    agree with each other, and a store without tokens.
+    only themselves. learn: with PREFIX.mask.bin, its content, uint8 [num_tokens], else None. Raises UserError,
+    naming the file, for a missing one, another format, files that do not agree with each other, and a store
+    without tokens.
     """
 
     def __init__(self, prefix: str | Path):
         prefix = os.path.expanduser(prefix).removesuffix(".idx").removesuffix(".bin")
         self.idx, self.bin = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        self.mask = Path(f"{prefix}.mask.bin")
         for path in (self.idx, self.bin):
             if not path.is_file():
                 raise UserError(
-                    f"{path}: no such file; a token store is a pair PREFIX.bin and PREFIX.idx, named by PREFIX"
+                    f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; a token store is a pair "
+                    f"PREFIX.bin and PREFIX.idx, named by PREFIX{_stores_in(Path(prefix))}"
                 )
         try:
             with self.idx.open("rb") as file:
@@ -64,12 +70,14 @@ class StoreReader:
                 pointer_at = size_at + self._sequences * _SIZE.itemsize
                 document_at = pointer_at + self._sequences * _POINTER.itemsize
                 self.num_tokens = self._check_sequences(file, size_at, pointer_at)
-                self._check_documents(file, document_at)
+                self._one_sequence_each = self._check_documents(file, document_at)
             if not self.num_tokens:
                 raise UserError(f"{self.bin}: holds no token")
+            self._sizes = _mapped(self.idx, _SIZE, size_at, self._sequences)
             self._pointers = _mapped(self.idx, _POINTER, pointer_at, self._sequences)
             self._documents = _mapped(self.idx, _POINTER, document_at, self.num_documents + 1)
             self.tokens = _mapped(self.bin, self.dtype, 0, self.num_tokens)
+            self.learn = self._map_mask() if self.mask.exists() else None
         except OSError as error:
             raise UserError(f"{error.filename or self.idx}: {error.strerror or error}") from None
 
@@ -80,12 +88,16 @@ class StoreReader:
         begin, end = self._first_tokens(self._documents[number : number + 2])
         return self.tokens[begin:end]
 
-    def starts(self) -> np.ndarray:
-        """First token of each document, and num_tokens: int64 [num_documents + 1], in memory."""
-        starts = np.empty(self.num_documents + 1, np.int64)
-        for at in range(0, len(starts), _CHUNK):
-            starts[at : at + _CHUNK] = self._first_tokens(self._documents[at : at + _CHUNK])
-        return starts
+    def lengths(self, numbers: np.ndarray) -> np.ndarray:
+        """Tokens of each of these documents, int64. Looks at 4 bytes of PREFIX.idx for each, or, in a store with
+        documents of no or of several sequences, at 16."""
+        if self._one_sequence_each:
+            return self._sizes[numbers].astype(np.int64)
+        return self._first_tokens(self._documents[numbers + 1]) - self._first_tokens(self._documents[numbers])
+
+    def first_tokens(self, numbers: np.ndarray) -> np.ndarray:
+        """Index into `tokens` of the first token of each of these documents, int64."""
+        return self._first_tokens(numbers if self._one_sequence_each else self._documents[numbers])
 
     def check_ids(self, vocab_size: int, *, sample: bool = False) -> int:
         """The largest id. Raises UserError for one outside [0, vocab_size).
@@ -105,8 +117,8 @@ class StoreReader:
         return largest
 
     def digest(self) -> bytes:
-        """Of the content: all of PREFIX.idx, and PREFIX.bin up to 256 MiB; of a larger one 4,096 blocks of 64
-        KiB, evenly spaced, the first and the last among them."""
+        """Of documents and ids: all of PREFIX.idx, and PREFIX.bin up to 256 MiB; of a larger one 4,096 blocks of
+        64 KiB, evenly spaced, the first and the last among them."""
         digest = hashlib.blake2b(digest_size=16)
         with self.idx.open("rb") as file:
             while piece := file.read(_CHUNK):
@@ -115,23 +127,48 @@ class StoreReader:
             digest.update(tokens.data)
         return digest.digest()
 
+    def check_mask(self) -> str:
+        """Hex digest of as much of PREFIX.mask.bin as `digest` reads of PREFIX.bin, "" without one. Raises UserError
+        for a value that is neither 0 nor 1, and for a mask without a 1."""
+        if self.learn is None:
+            return ""
+        digest, any_learnt = hashlib.blake2b(digest_size=16), False
+        for at, values in self._blocks(sample=True, path=self.mask, dtype=_LEARN):
+            if values.max() > 1:
+                place = int(np.argmax(values > 1))
+                raise UserError(f"{self.mask}: byte {at + place} is {values[place]}, neither 0 nor 1; write it again")
+            any_learnt |= bool(values.any())
+            digest.update(values.data)
+        if not any_learnt:
+            raise UserError(f"{self.mask}: holds no 1, so there is no token to learn; write it again")
+        return digest.hexdigest()
+
+    def _map_mask(self) -> np.ndarray:
+        if not self.mask.is_file():
+            raise UserError(f"{self.mask}: is a folder, not the loss mask of {self.bin.name}; remove it")
+        self._compare_size(self.mask, self.mask.stat().st_size, self.num_tokens)
+        return _mapped(self.mask, _LEARN, 0, self.num_tokens)
+
     def _first_tokens(self, sequences: np.ndarray) -> np.ndarray:
         """Of sequences given by number; the number after the last one stands for the end."""
         pointers = self._pointers[np.minimum(sequences, self._sequences - 1)]
         return np.where(sequences < self._sequences, pointers // self.dtype.itemsize, self.num_tokens)
 
-    def _blocks(self, sample: bool) -> Iterator[tuple[int, np.ndarray]]:
-        """(first token, tokens) of the blocks. Read, not mapped: what was mapped counts as memory in use."""
-        length = _BLOCK_BYTES // self.dtype.itemsize
+    def _blocks(
+        self, sample: bool, path: Path | None = None, dtype: np.dtype | None = None
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """(first token, values) of the blocks of PREFIX.bin, or of another file with a value a token. Read, not
+        mapped: what was mapped counts as memory in use."""
+        path, dtype = path or self.bin, dtype or self.dtype
+        length = _BLOCK_BYTES // dtype.itemsize
         if sample and self.num_tokens > _BLOCKS * length:
             places = np.linspace(0, self.num_tokens - length, _BLOCKS, dtype=np.int64).tolist()
         else:
             length *= 64
             places = list(range(0, self.num_tokens, length))
-        with self.bin.open("rb") as file:
+        with path.open("rb") as file:
             for at in places:
-                count = min(length, self.num_tokens - at)
-                yield at, _read(file, self.bin, self.dtype, at * self.dtype.itemsize, count)
+                yield at, _read(file, path, dtype, at * dtype.itemsize, min(length, self.num_tokens - at))
 
     def _read_header(self, file: BinaryIO) -> tuple[np.dtype, int, int]:
         """(dtype of the ids, sequences, documents)."""
@@ -141,6 +178,8 @@ class StoreReader:
         if len(header) < _HEADER.size:
             raise UserError(f"{self.idx}: is cut short within its header; write or copy the store again")
         _, version, code, sequences, index_length = _HEADER.unpack(header)
+        if version == int.from_bytes(_VERSION.to_bytes(8, "big"), "little"):
+            raise UserError(f"{self.idx}: is big-endian, the format is little-endian; write the store again")
         if version != _VERSION:
             raise UserError(f"{self.idx}: has version {version} of the format; only version {_VERSION} can be read")
         if code in _FLOATS:
@@ -184,8 +223,9 @@ class StoreReader:
         self._compare_size(self.bin, there, tokens * self.dtype.itemsize)
         return tokens
 
-    def _check_documents(self, file: BinaryIO, document_at: int) -> None:
-        last = 0
+    def _check_documents(self, file: BinaryIO, document_at: int) -> bool:
+        """Whether every document is one sequence."""
+        last, one_each = 0, self.num_documents == self._sequences
         for at in range(0, self.num_documents + 1, _CHUNK):
             count = min(_CHUNK, self.num_documents + 1 - at)
             index = _read(file, self.idx, _POINTER, document_at + at * _POINTER.itemsize, count)
@@ -196,11 +236,13 @@ class StoreReader:
                 bad = at + int(np.argmax(falls))
                 raise UserError(f"{self.idx}: its document index falls at entry {bad}; write the store again")
             last = int(index[-1])
+            one_each = one_each and bool((index == np.arange(at, at + count)).all())
         if last != self._sequences:
             raise UserError(
                 f"{self.idx}: its document index ends at sequence {last}, not at {self._sequences}, "
                 "the number of sequences; write the store again"
             )
+        return one_each
 
     def _compare_size(self, file: Path, size: int, expected: int) -> None:
         if size != expected:
@@ -215,11 +257,12 @@ class StoreWriter:
 
     Both files have temporary names in the folder of `prefix` until the block ends without an exception; then
     PREFIX.bin gets its name, and PREFIX.idx after it. Ids are uint16 for vocabularies under 65,536, else
-    int32. Raises UserError for a vocabulary that int32 cannot number, for files that are there already and
-    what cannot be written, and at the end for a store without tokens.
+    int32. With `masked`, which of the ids are learnt goes into PREFIX.mask.bin. Raises UserError for a
+    vocabulary that int32 cannot number, for files that are there already and what cannot be written, and at
+    the end for a store without tokens, or a masked one without a token to learn.
     """
 
-    def __init__(self, prefix: str | Path, *, vocab_size: int):
+    def __init__(self, prefix: str | Path, *, vocab_size: int, masked: bool = False):
         if not 1 <= vocab_size <= 2**31:
             raise UserError(f"vocabulary of {vocab_size}: a token store holds 1 to {2**31} different ids")
         prefix = os.path.expanduser(prefix).removesuffix(".idx").removesuffix(".bin")
@@ -227,8 +270,8 @@ class StoreWriter:
             raise UserError(
                 f"{prefix!r}: names no file; give a token store a name, such as {os.path.join(prefix, 'corpus')}"
             )
-        self.idx, self.bin = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-        for file in (self.idx, self.bin):
+        self.idx, self.bin, self.mask = (Path(f"{prefix}.{ending}") for ending in ("idx", "bin", "mask.bin"))
+        for file in (self.idx, self.bin, self.mask):
             if file.exists():
                 raise UserError(f"{file}: is there already; remove it, or write the store under another name")
         self.vocab_size = vocab_size
@@ -238,17 +281,21 @@ class StoreWriter:
         self.num_documents = 0
         self._empty = array("q")  # numbers of the documents without tokens
         token = uuid.uuid4().hex[:8]
-        self._scratch = [file.with_name(f".{file.name}.{token}.tmp") for file in (self.bin, self.idx)]
+        self._final = [self.bin, self.idx, *([self.mask] if masked else [])]
+        self._scratch = [file.with_name(f".{file.name}.{token}.tmp") for file in self._final]
+        self._any_learnt = not masked
         self._files: list[BinaryIO] = []
         self._entered = False
 
-    def append(self, tokens: np.ndarray) -> None:
-        """One document: integers [length], which may be 0. Raises UserError for an id outside the vocabulary,
-        a document over 2^31 - 1 tokens, or a full disk."""
-        self.extend(tokens, np.asarray([len(tokens)]))
+    def append(self, tokens: np.ndarray, learn: np.ndarray | None = None) -> None:
+        """One document: integers [length], which may be 0, and of a masked store, bool [length], which of them are
+        learnt. Raises UserError for an id outside the vocabulary, a document over 2^31 - 1 tokens, or a full
+        disk."""
+        self.extend(tokens, np.asarray([len(tokens)]), learn)
 
-    def extend(self, tokens: np.ndarray, sizes: np.ndarray) -> None:
-        """Documents end to end: integers [N], and the integers [documents] that cut them and sum to N.
+    def extend(self, tokens: np.ndarray, sizes: np.ndarray, learn: np.ndarray | None = None) -> None:
+        """Documents end to end: integers [N], and the integers [documents] that cut them and sum to N; of a masked
+        store also `learn`, bool [N].
 
         Raises UserError as `append` does; nothing of the call is then in the store, a full disk apart.
         """
@@ -260,6 +307,12 @@ class StoreWriter:
                 "tokens and sizes: arrays of integers, of one dimension each; for text as bytes, "
                 "np.frombuffer(text, np.uint8)"
             )
+        if (learn is not None) != (len(self._final) == 3):
+            raise ValueError("learn: is given for every document of a store made with masked=True, and for no other")
+        if learn is not None:
+            learn = np.asarray(learn) if len(learn) else np.empty(0, bool)
+            if learn.dtype != bool or learn.shape != tokens.shape:
+                raise ValueError(f"learn: is no array of {len(tokens)} bools, one a token")
         if (sizes.size and sizes.min() < 0) or int(sizes.sum()) != len(tokens):
             raise ValueError(f"sizes: do not cut {len(tokens)} tokens")
         if sizes.size and sizes.max() > _LONGEST:
@@ -275,6 +328,9 @@ class StoreWriter:
         with self._errors():
             self._files[0].write(np.ascontiguousarray(tokens, self.dtype).data)
             self._files[1].write(np.ascontiguousarray(sizes[sizes > 0], _SIZE).data)
+            if learn is not None:
+                self._files[2].write(np.ascontiguousarray(learn, _LEARN).data)
+                self._any_learnt |= bool(learn.any())
         self._empty.extend((self.num_documents + np.flatnonzero(sizes == 0)).tolist())
         self.num_tokens += len(tokens)
         self.num_documents += len(sizes)
@@ -301,6 +357,8 @@ class StoreWriter:
     def _finish(self) -> None:
         if not self.num_tokens:
             raise UserError(f"{self.bin}: not written: no document with a token was added")
+        if not self._any_learnt:
+            raise UserError(f"{self.bin}: not written: its loss mask leaves no token to learn")
         index = self._files[1]
         sequences = self.num_documents - len(self._empty)
         sizes_end = _HEADER.size + sequences * _SIZE.itemsize
@@ -323,8 +381,8 @@ class StoreWriter:
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        os.replace(self._scratch[0], self.bin)
-        os.replace(self._scratch[1], self.idx)  # last: a store is there when its index is
+        for number in (*range(2, len(self._final)), 0, 1):  # the index last: a store is there when its index is
+            os.replace(self._scratch[number], self._final[number])
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -341,6 +399,15 @@ class StoreWriter:
         for path in self._scratch:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
+
+
+def _stores_in(folder: Path) -> str:
+    """Of a prefix that is a folder: the stores in it, in words."""
+    if not folder.is_dir():
+        return ""
+    found = sorted(path.name.removesuffix(".idx") for path in folder.glob("*.idx"))
+    named = ", ".join(os.path.join(folder, name) for name in found[:3]) or "none"
+    return f"; {folder} is a folder, stores in it: {named}{' and more' * (len(found) > 3)}"
 
 
 def _mapped(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:

@@ -4,12 +4,11 @@ B rows, T window length, A ids in use, S successors of an id. A document ends af
 probability END; else the next token is one of the S successors of the last one, with fixed probabilities.
 """
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 
-from hybrid_jax.data.interface import check_rows
+from hybrid_jax.data.interface import check_rows, fingerprint
 from hybrid_jax.data.packing import finish
 from hybrid_jax.data.tokenizer import IdTokenizer
 from hybrid_jax.errors import UserError
@@ -46,8 +45,17 @@ class SyntheticDataset:
             f"synthetic Markov chain over {self._alphabet} ids, endless, "
             f"best possible loss {self.best_loss:.4f} nats/token"
         )
-        identity = ("synthetic 1", vocab_size, sequence_length, self._seed, training, isolate_documents)
-        self.fingerprint = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
+        self.identity = {
+            "data.source": "synthetic",
+            "model.vocab_size": str(vocab_size),
+            "the order of the data (train.seed)": f"synthetic 1, seed {self._seed}" + ", validation" * (not training),
+            "train.sequence_length": str(sequence_length),
+            "data.isolate_documents": str(isolate_documents),
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.identity)
 
     def batch(self, step: int, rows: Sequence[int], global_batch_size: int) -> dict[str, np.ndarray]:
         """See `Dataset.batch`."""

@@ -1,4 +1,4 @@
-"""Byte-level and trained BPE tokenizers, and the ids of the synthetic source."""
+"""Byte-level, trained and given tokenizers, and the ids of the synthetic source."""
 
 import contextlib
 import dataclasses
@@ -12,12 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_jax.data import manifest
 from hybrid_jax.data.sources import Document
 from hybrid_jax.errors import UserError
 
 # `tokenizers` needs about 200 bytes of memory for a character of text without spaces: bound pieces and calls.
 PIECE_CHARACTERS = 32_768
 CALL_CHARACTERS = 1_000_000
+
+# Of an end-of-document token, most telling first.
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eod>", "<|eos|>", "</s>", "<eos>", "[EOS]")
 
 # Part of the cache key: raise it when training or encoding changes.
 _BPE_RECIPE = "byte-level bpe 1"
@@ -30,6 +34,16 @@ class TokenStore:
 
     tokens: np.ndarray
     starts: np.ndarray
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.starts) - 1
+
+    def lengths(self, numbers: np.ndarray) -> np.ndarray:
+        return self.starts[numbers + 1] - self.starts[numbers]
+
+    def first_tokens(self, numbers: np.ndarray) -> np.ndarray:
+        return self.starts[numbers]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +72,9 @@ class ByteTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class BpeTokenizer:
-    """Byte-level BPE (every text has an encoding). `end_of_document` is the id after the last one of the BPE,
-    so no text, not even one that spells a special token, can produce it."""
+    """A tokenizer of the `tokenizers` package. Of one trained here `end_of_document` is the id after the last one of
+    the BPE, of a given one it is a special token: no text, not even one that spells a special token, can produce it.
+    """
 
     bpe: Any  # tokenizers.Tokenizer, imported lazily
     vocab_size: int
@@ -74,8 +89,8 @@ class BpeTokenizer:
         return [i for ids in self._encode_pieces(pieces(text)) for i in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids that are no token are dropped, broken UTF-8 becomes U+FFFD."""
-        return self.bpe.decode([i for i in ids if 0 <= i < self.end_of_document], skip_special_tokens=False)
+        """Ids that are no token are dropped, broken UTF-8 becomes U+FFFD; special tokens are spelt out."""
+        return self.bpe.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=False)
 
     def store(self, documents: list[Document]) -> TokenStore:
         dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
@@ -136,6 +151,83 @@ class IdTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(i) for i in ids)
+
+
+def load(path: str | Path, end_of_document: int | None = None, bytes_per_token: float = math.nan) -> BpeTokenizer:
+    """The tokenizer of a tokenizer.json or a folder with one.
+
+    end_of_document: its id; None takes the first of END_NAMES that is in the vocabulary, else the last id. Raises
+    UserError for a file that is not there or is none, and without the `tokenizers` package.
+    """
+    file, definition = read_definition(path)
+    bpe = from_definition(definition, str(file))
+    if end_of_document is None:
+        end_of_document = next(iter(end_tokens(bpe)), vocab_size(bpe) - 1)
+    return BpeTokenizer(bpe, vocab_size(bpe), end_of_document, bytes_per_token)
+
+
+def from_manifest(prefix: str | Path) -> ByteTokenizer | BpeTokenizer | None:
+    """The tokenizer that made a token store, with its bytes per token; None where no manifest says so.
+
+    Raises UserError for a manifest that is damaged, and for a tokenizer file beside it that is missing or not the one
+    that made the store.
+    """
+    found = manifest.read(prefix)
+    if found is None:
+        return None
+    about = manifest.path_of(prefix)
+    try:
+        made_by = found["tokenizer"]
+        name, sha256, end = made_by["name"], made_by["sha256"], made_by["end_of_document"]
+        ratio = float(made_by["bytes_per_token"])
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{about}: does not say which tokenizer made the store; prepare the store again") from None
+    if name == "bytes":
+        return ByteTokenizer(bytes_per_token=ratio)
+    path = manifest.tokenizer_path(prefix)
+    if not path.exists():
+        raise UserError(f"{path}: no such file; it is the tokenizer of the store and has to be copied with it")
+    if hashlib.sha256(read_definition(path)[1].encode()).hexdigest() != sha256:
+        raise UserError(f"{path}: is not the tokenizer that made the store: {about.name} has another hash of it")
+    return load(path, end, ratio)
+
+
+def read_definition(path: str | Path) -> tuple[Path, str]:
+    """(file, content) of a tokenizer.json or a folder with one. Raises UserError for a file that is not there."""
+    file = Path(path).expanduser()
+    file = file / "tokenizer.json" if file.is_dir() else file
+    try:
+        return file, file.read_bytes().decode()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "is not UTF-8"
+        raise UserError(f"{file}: {why}; give a tokenizer.json or a folder with one") from None
+
+
+def from_definition(definition: str, name: str) -> Any:
+    """A tokenizers.Tokenizer that encodes all of a text and nothing else, whatever it spells. Raises UserError, naming
+    `name`, for what is no tokenizer.json."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError(f"{name}: needs a package that is not installed: pip install tokenizers") from None
+    try:
+        bpe = tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:  # the package raises plain Exception
+        raise UserError(f"{name}: is not a tokenizer.json: {' '.join(str(error).split())}") from None
+    bpe.no_truncation()  # either would change what a document holds
+    bpe.no_padding()
+    bpe.encode_special_tokens = True  # as the characters that spell them
+    return bpe
+
+
+def vocab_size(bpe: Any) -> int:
+    """The largest id and one: ids may have gaps."""
+    return max(bpe.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def end_tokens(bpe: Any) -> list[int]:
+    """The ids of END_NAMES that are there."""
+    return [i for name in END_NAMES if (i := bpe.token_to_id(name)) is not None]
 
 
 def pieces(text: str) -> Iterator[str]:

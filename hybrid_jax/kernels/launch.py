@@ -25,6 +25,7 @@ from hybrid_jax.errors import UserError
 # Contract a*b+c to one instruction. Said explicitly: Triton 3.10 will change its default.
 FP_FUSION = True
 AMD_OPTIONS = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")
+CUDA_OPTIONS = ("maxnreg",)
 
 # JAX's names of the types a pointer may have, and Triton's.
 POINTERS = {
@@ -47,7 +48,8 @@ _RESERVED = frozenset(
 class Tile:
     """How one kernel is compiled for one shape class on one architecture: a row of a tile table.
 
-    constants: tile sizes that the kernel takes as tl.constexpr. options: AMD_OPTIONS, ignored on other GPUs.
+    constants: tile sizes that the kernel takes as tl.constexpr. options: AMD_OPTIONS and CUDA_OPTIONS, each ignored on
+    the other's GPUs.
     Raises ValueError when a number is out of range or an option is unknown.
     """
 
@@ -67,8 +69,8 @@ class Tile:
                 if type(value) not in (int, bool):
                     raise ValueError(f"{field}.{key} must be an integer, got {value!r}")
         for key, _ in self.options:
-            if key not in AMD_OPTIONS:
-                raise ValueError(f"unknown option {key!r}, known are {', '.join(AMD_OPTIONS)}")
+            if key not in AMD_OPTIONS + CUDA_OPTIONS:
+                raise ValueError(f"unknown option {key!r}, known are {', '.join(AMD_OPTIONS + CUDA_OPTIONS)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,14 +353,17 @@ def _run_on_gpu(kernel, inputs, outputs, grid, tile, constants, arch) -> tuple[j
     amd = arch.startswith("gfx")
     if amd:
         _mend_amd_backend()
-    options = tile.options if amd else ()
+    known = AMD_OPTIONS if amd else CUDA_OPTIONS
+    options = tuple((key, value) for key, value in tile.options if key in known)
     how: dict[str, Any] = dict(
         kernel=kernel, name=_name(kernel), grid=grid, num_warps=tile.num_warps, num_stages=tile.num_stages, **constants
     )
     if "out_type" in inspect.signature(call).parameters:  # jax-triton 0.4
         how |= dict(out_type=outputs, backend_options={"enable_fp_fusion": FP_FUSION, **dict(options)})
     else:
-        how |= dict(out_shape=outputs, enable_fp_fusion=_FusionAndOptions(options) if options else FP_FUSION)
+        # NVIDIA's only option changes no result: without it a kernel is slower.
+        carried = _FusionAndOptions(options) if options and amd else FP_FUSION
+        how |= dict(out_shape=outputs, enable_fp_fusion=carried)
     return tuple(call(*inputs, **how))
 
 

@@ -84,6 +84,7 @@ def before_use(variant: Variant, backends: Mapping[str, Callable]) -> None:
 def _test(variant: Variant, backends: Mapping[str, Callable]) -> dict[str, float]:
     """The error of every tensor by name. Raises UserError."""
     device, start = jax.local_devices()[0], time.perf_counter()
+    log.info("kernels: testing those of %s, once on this %s with these versions", variant, device.device_kind)
     where = f"on this {device.device_kind}"
     remedy = "choose --config.kernels.backend=chunked"
     try:
@@ -136,15 +137,21 @@ def _errors(variant: Variant, kernel: Callable, reference: Callable, device: jax
 
         return jax.jit(both)
 
-    found: dict[str, float] = {}
-    for many in (False, True):
-        inputs, cotangents, ids = problem(variant, many)
+    def run(op, arguments):
         with jax.default_device(device):
-            actual = program(kernel)(*jax.device_put((inputs, cotangents, ids if variant.packed else None), device))
-            # The same values, rounded as the kernel got them.
-            wide = jax.tree.map(lambda x: x.astype(np.float32), (inputs, cotangents))
-            expected = program(_in_pieces(reference))(*jax.device_put((*wide, ids), device))
-        actual, expected = jax.device_get((actual, expected))
+            return jax.device_get(program(op)(*jax.device_put(arguments, device)))
+
+    problems = [problem(variant, many) for many in (False, True)]
+    # The same values, rounded as the kernel got them.
+    wide = [(*jax.tree.map(lambda x: x.astype(np.float32), draw[:2]), draw[2]) for draw in problems]
+    narrow = [(*draw[:2], draw[2] if variant.packed else None) for draw in problems]
+    found: dict[str, float] = {}
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # most of the time goes to compilers
+        runs = [
+            (pool.submit(run, kernel, some), pool.submit(run, _in_pieces(reference), others))
+            for some, others in zip(narrow, wide, strict=True)
+        ]
+    for actual, expected in ((a.result(), e.result()) for a, e in runs):
         for name, e in expected.items():
             a, e = np.asarray(actual[name], np.float64), np.asarray(e, np.float64)
             of_parameter = name.removeprefix("d") in PARAMETERS  # a gradient that comes from all rows

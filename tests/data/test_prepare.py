@@ -200,9 +200,11 @@ def test_manifest(tmp_path, bpe_file):
     ]
     assert len({s["digest"] for s in sources}) == 4
     assert len(manifest["tokenizer"].pop("sha256")) == 64
+    assert manifest["tokenizer"].pop("bytes_per_token") == 16 / reader.num_tokens
+    assert (tmp_path / "store.tokenizer.json").read_bytes() == bpe_file.read_bytes()
     assert manifest == {
         "format": "hybrid_jax token store",
-        "version": 1,
+        "version": 2,
         "documents": 3,
         "tokens": reader.num_tokens,
         "text_bytes": 8 + 4 + 4,
@@ -443,7 +445,7 @@ def test_options_that_are_refused(tmp_path, capsys, bpe_file):
     for more, what in (
         (("--max_tokens", 0), "--max_tokens: 0 is not positive"),
         (("--max_tokens", "x"), "--max_tokens: invalid int value: 'x'"),
-        (("--tokenizer", tmp_path / "t"), f"--tokenizer: {tmp_path / 't'}: No such file or directory; give bytes"),
+        (("--tokenizer", tmp_path / "t"), f"--tokenizer: {tmp_path / 't'}: No such file or directory; give a tok"),
         (("--tokenizer", tmp_path), f"--tokenizer: {tmp_path / 'tokenizer.json'}: No such file or directory"),
         (("--tokenizer", tmp_path / "b.json"), f"--tokenizer: {tmp_path / 'b.json'}: is not a tokenizer.json: "),
         (("--tokenizer", tmp_path / "none.json"), f"--eod_token: {tmp_path / 'none.json'} has none of <|endoftext|>, "),

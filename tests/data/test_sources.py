@@ -148,9 +148,13 @@ def test_nothing_to_read_says_what_is_accepted(tmp_path):
 
 def test_errors_name_the_key(tmp_path):
     folder = write(tmp_path, a_dot_txt="alpha", b_dot_txt="beta")
-    config = DataConfig(source="fineweb_edu")
+    config = DataConfig(source="store", prepare="--input fineweb-edu --tokenizer t.json")
     message = one_line_error(lambda: data.open(config, sequence_length=8, vocab_size=300, seed=1))
-    assert "fineweb_edu" in message and ":smoke" in message
+    assert message == (
+        "config.data.path: empty; make this recipe's data with `python -m hybrid_jax.data.prepare --input fineweb-edu "
+        "--tokenizer t.json --output PREFIX` and give --config.data.path=PREFIX, or add ':smoke' to the config to run "
+        "without it"
+    )
     assert "config.model.vocab_size: 256" in one_line_error(lambda: open_files(folder, vocab_size=256))
     assert "config.data.validation_fraction" in one_line_error(
         lambda: open_files(folder, split="validation", validation_fraction=0.0)
@@ -186,3 +190,17 @@ def test_fingerprint_follows_everything_that_decides_a_sample(tmp_path):
 
 def test_tokens_are_small(tmp_path):
     assert open_files(write(tmp_path, a_dot_txt="alpha", b_dot_txt="b")).store.tokens.dtype == np.uint16
+
+
+def test_files_may_be_validated_on_others(tmp_path):
+    folder = write(tmp_path / "a", a_dot_txt="alpha beta gamma", b_dot_txt="delta epsilon")
+    other = write(tmp_path / "b", c_dot_txt="alpha beta gamma", d_dot_txt="zeta")
+    train, validation = (open_files(folder, split=s, validation_path=str(other)) for s in ("train", "validation"))
+    assert (train.num_tokens, validation.num_tokens) == (len("alpha beta gammadelta epsilon") + 2, len("zeta") + 1)
+    assert train.identity["data.validation_fraction"] == "0, as data.validation_path is set"
+    for path, words in (
+        (tmp_path / "none", f"config.data.validation_path: {tmp_path}/none: no such file or folder"),
+        (folder, f"config.data.validation_path: every text of {folder} (2 files) is in config.data.path too"),
+    ):
+        message = one_line_error(lambda path=path: open_files(folder, split="validation", validation_path=str(path)))
+        assert message.startswith(words)

@@ -81,8 +81,10 @@ def same(reader, documents):
     assert reader.tokens[2:9].tolist() == flat[2:9]
     for number, document in enumerate(documents):
         assert reader.document(number).tolist() == document
-    assert reader.starts().tolist() == np.cumsum([0, *map(len, documents)]).tolist()
-    assert reader.starts().dtype == np.int64
+    numbers = np.arange(len(documents))
+    assert reader.lengths(numbers).tolist() == [*map(len, documents)]
+    assert reader.first_tokens(numbers).tolist() == np.cumsum([0, *map(len, documents)]).tolist()[:-1]
+    assert reader.lengths(numbers).dtype == reader.first_tokens(numbers).dtype == np.int64
 
 
 def one_line(call, *arguments, **settings):
@@ -259,6 +261,8 @@ def rewritten(documents, code=8, **settings):
         (resized(".bin", -1), "s.bin: is cut short: it has 11 bytes, s.idx makes it 12"),
         (resized(".bin", 2), "s.bin: goes on after its end: it has 14 bytes, s.idx makes it 12"),
         (patched(".idx", 0, "<Q", 7), "s.idx: is not the index of a token store: it does not begin with MMIDIDX"),
+        (patched(".idx", 9, ">Q", 1), "s.idx: is big-endian, the format is little-endian; write the store again"),
+        (lambda prefix: os.truncate(f"{prefix}.bin", 0), "s.bin: is cut short: it has 0 bytes, s.idx makes it 12"),
         (patched(".idx", 9, "<Q", 2), "s.idx: has version 2 of the format; only version 1"),
         (patched(".idx", 17, "<B", 6), "s.idx: has dtype code 6, floating-point numbers"),
         (patched(".idx", 17, "<B", 9), "s.idx: has the unknown dtype code 9; known are 1, 2, 3, 4, 5, 8"),
@@ -291,6 +295,27 @@ def test_a_damaged_store_is_one_line(tmp_path, damage, words, monkeypatch):
     assert one_line(data.open, config, sequence_length=4, vocab_size=10, seed=1) == f"config.data.path: {message}"
     monkeypatch.setattr("hybrid_jax.data.store._CHUNK", 1)  # what is wrong shows between two pieces
     assert one_line(StoreReader, prefix) == message
+
+
+def test_a_folder_is_not_a_store(tmp_path):
+    (tmp_path / "in").mkdir()
+    for name in "bacd":
+        write(tmp_path / "in" / name, [[1]], 10)
+    message = one_line(StoreReader, f"{tmp_path}/in/")
+    there = ", ".join(f"{tmp_path}/in/{name}" for name in "abc")
+    assert message.endswith(f"named by PREFIX; {tmp_path}/in is a folder, stores in it: {there} and more")
+    (tmp_path / "s.idx").mkdir()
+    assert one_line(StoreReader, tmp_path / "s").startswith(f"{tmp_path}/s.idx: is a folder; a token store is a pair")
+
+
+def test_a_file_that_may_not_be_read_is_one_line(tmp_path, monkeypatch):
+    write(tmp_path / "s", [[1]], 10)
+
+    def refuse(path, *arguments, **named):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert one_line(StoreReader, tmp_path / "s") == f"{tmp_path}/s.idx: Permission denied"
 
 
 def test_an_index_without_a_document_index(tmp_path):
@@ -379,5 +404,5 @@ def test_positions_beyond_2_31_bytes_are_written(tmp_path, monkeypatch):
         writer.num_documents, writer.num_tokens = 3, 3 * 2**30
         os.truncate(writer._files[0].fileno(), 3 * 2**32)
     reader = StoreReader(tmp_path / "s")
-    assert reader.starts().tolist() == [0, 2**30, 2**31, 3 * 2**30]
+    assert reader.first_tokens(np.arange(3)).tolist() == [0, 2**30, 2**31]
     assert reader.document(2)[[0, -1]].tolist() == [0, 0]

@@ -1,16 +1,23 @@
 """Training from a token store: its split, its checks, and a run that resumes."""
 
+import dataclasses
+import math
 import os
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 import launch
 from hybrid_jax import data, metrics
 from hybrid_jax.config import DataConfig
-from hybrid_jax.data import sources
-from hybrid_jax.data.store import StoreWriter
+from hybrid_jax.data import prepare, sources
+from hybrid_jax.data.store import StoreReader, StoreWriter
+from hybrid_jax.data.tokenizer import TokenStore
 from tests.data.test_store import ROOT, one_line, write
+from tests.tiny import tiny_config
 
 
 def open_store(prefix, *, split="train", length=8, vocab_size=70_000, seed=1, **settings):
@@ -48,16 +55,19 @@ def test_every_document_is_in_one_split_and_cut_as_text_is(tmp_path, isolate):
     assert 20 < len(seen[1]) < 60
 
 
+def in_memory(starts):
+    return TokenStore(np.zeros(starts[-1], np.uint16), np.asarray(starts))
+
+
 def test_added_documents_move_no_old_one():
     starts = np.arange(0, 5005, 5)
-    _, _, before = sources.split_store(starts[:501], 0.1)
-    _, train, after = sources.split_store(starts, 0.1)
-    assert 30 < len(before) < 70
-    assert after[after < 500].tolist() == before.tolist()
-    assert sorted([*train, *after]) == list(range(1000))
+    before, _ = sources.split_store(in_memory(starts[:501]), 0.1)
+    after, empty = sources.split_store(in_memory(starts), 0.1)
+    assert 30 < before.sum() < 70 and not empty.any()
+    assert np.array_equal(after[:500], before)
     # Pinned, as a resumed run must see the same split: by SplitMix64, whose first output for 0 is published.
     assert splitmix64(0) == 0xE220A8397B1DCDAF
-    assert after.tolist() == [d for d in range(1000) if splitmix64(d) < 0.1 * 2**64]
+    assert np.flatnonzero(after).tolist() == [d for d in range(1000) if splitmix64(d) < 0.1 * 2**64]
 
 
 def splitmix64(seed):
@@ -68,12 +78,15 @@ def splitmix64(seed):
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.5, 0.999])
-def test_few_documents_still_fill_both_splits(fraction):
-    for starts in ([0, 3, 3, 5], [0, 4, 8, 12], [0, 0, 7, 7], [0, 2]):
-        cut, train, held_out = sources.split_store(np.asarray(starts), fraction)
-        lengths = np.diff(cut)
-        assert len(train) and len(held_out) and lengths[train].min() > 0 and lengths[held_out].min() > 0
-        assert lengths[train].sum() + lengths[held_out].sum() == starts[-1]
+@pytest.mark.parametrize("piece", [1, 2, 2**16])
+def test_few_documents_still_fill_both_splits(tmp_path, fraction, piece, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE", piece)
+    for number, lengths in enumerate(([3, 0, 2], [4, 4, 4], [0, 7, 0], [2])):
+        prefix = tmp_path / str(number)
+        write(prefix, [[1] * length for length in lengths], 10)
+        both = [open_store(prefix, split=s, validation_fraction=fraction) for s in ("train", "validation")]
+        assert min(dataset.num_tokens for dataset in both) > 0
+        assert sum(dataset.num_tokens for dataset in both) == sum(lengths)
 
 
 def test_what_cannot_be_trained_on_is_one_line(tmp_path):
@@ -83,6 +96,126 @@ def test_what_cannot_be_trained_on_is_one_line(tmp_path):
     write(tmp_path / "t", [[1]], 400)
     message = one_line(open_store, tmp_path / "t", split="validation")
     assert message.startswith("config.data.validation_fraction: 0.05 leaves no document of")
+
+
+def prepared(prefix, text, *arguments):
+    """A store made by hybrid_jax.data.prepare, with its manifest."""
+    Path(f"{prefix}.txt").write_text(text)
+    made = ["--input", f"{prefix}.txt", "--output", str(prefix), *arguments]
+    assert prepare.main(made) == 0
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory):
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator([TEXT], trainer)
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    bpe.save(str(file))
+    return str(file)
+
+
+TEXT = "the cat sat on the mat, the dog on the log\n" * 20
+
+
+def test_a_store_with_a_manifest_is_text(tmp_path, tokenizer_file):
+    a = prepared(tmp_path / "a", TEXT, "--tokenizer", tokenizer_file)
+    b = prepared(tmp_path / "b", TEXT[100:300], "--tokenizer", tokenizer_file)
+    dataset = open_store(a)
+    assert "samples as text" in dataset.description
+    assert dataset.tokenizer.decode(dataset.tokenizer.encode("the cat")) == "the cat"
+    tokens = [StoreReader(prefix).num_tokens for prefix in (a, b)]
+    assert dataset.tokenizer.bytes_per_token == pytest.approx(len(TEXT) / tokens[0])
+    both = open_store(
+        f"{a}:1,{b}:5", validation_path=str(prepared(tmp_path / "v", TEXT, "--tokenizer", tokenizer_file))
+    )
+    assert both.tokenizer.bytes_per_token == pytest.approx((len(TEXT) + 200) / sum(tokens))
+    assert both.identity["the tokenizer"] == dataset.identity["the tokenizer"] != ""
+    write(tmp_path / "plain", [[1, 2], [3]], 10)
+    some = open_store(f"{a},{tmp_path}/plain")  # its text is not known, so bytes are not either
+    assert (
+        math.isnan(some.tokenizer.bytes_per_token) and some.tokenizer.decode([*some.tokenizer.encode("cat")]) == "cat"
+    )
+
+
+def test_a_manifest_that_does_not_fit_is_one_line(tmp_path, tokenizer_file):
+    a = prepared(tmp_path / "a", TEXT, "--tokenizer", tokenizer_file)
+    b = prepared(tmp_path / "b", TEXT[:300])
+    for call, words in (
+        (lambda: open_store(a, vocab_size=270), "config.model.vocab_size: 270: the tokenizer of"),
+        (lambda: open_store(f"{a},{b}"), f"config.data.path: {b}.bin was made with another tokenizer than {a}.bin"),
+        (
+            lambda: open_store(a, split="validation", validation_path=str(b)),
+            f"config.data.validation_path: {b}.bin was",
+        ),
+    ):
+        assert one_line(call).startswith(words)
+    shutil.copy(f"{b}.json", f"{tmp_path}/c.json")
+    write(tmp_path / "c", [[1, 2], [3]], 257)
+    assert f"{tmp_path}/c.json: is of another store: it counts" in one_line(open_store, tmp_path / "c")
+    os.remove(f"{a}.tokenizer.json")
+    assert one_line(open_store, a).startswith(f"config.data.path: {a}.tokenizer.json: no such file")
+
+
+def test_validation_may_be_a_store_of_its_own(tmp_path):
+    documents = [[n, n + 1, n + 2] for n in range(0, 60, 3)]
+    write(tmp_path / "a", documents, 100)
+    write(tmp_path / "v", [[70, 71], [72, 73, 74]], 100)
+    settings = dict(validation_path=str(tmp_path / "v"), validation_fraction=0.5)
+    train, validation = (open_store(tmp_path / "a", split=s, **settings) for s in ("train", "validation"))
+    assert train.num_tokens == 60 and validation.num_tokens == 5  # nothing is held out of the one, all of the other
+    assert set(validation.batch(0, [0], 1)["tokens"][0, :5].tolist()) == {70, 71, 72, 73, 74}
+    assert train.identity["data.validation_fraction"] == "0, as data.validation_path is set"
+    for path, words in (
+        (f"{tmp_path}/missing", f"config.data.validation_path: {tmp_path}/missing.idx: no such file"),
+        (f"{tmp_path}/./a.idx", f"config.data.validation_path: {tmp_path}/a is in config.data.path too"),
+        (f"{tmp_path}/v:0", f"config.data.validation_path: {tmp_path}/v: its weight 0 is not a number above 0"),
+    ):
+        message = one_line(open_store, tmp_path / "a", split="validation", validation_path=path)
+        assert message.startswith(words), message
+
+
+def test_a_validation_set_smaller_than_a_batch_is_padded_and_one_without_targets_refused(tmp_path):
+    write(tmp_path / "s", [[1, 2, 3], [4, 5, 6]] * 20, 64)
+    config = tiny_config(
+        tmp_path / "run", data__source="store", data__path=str(tmp_path / "s"), data__validation_fraction=0.01,
+        eval__batches=2,
+    )  # fmt: skip
+    _, validation = data.open_splits(config)
+    targets = validation.batch(0, range(8), 8)["targets"]
+    assert validation.num_windows == 1 and (targets >= 0).sum() == 2 and (targets[1:] == -1).all()
+    write(tmp_path / "t", [[1], [4]] * 20, 64)
+    settings = dataclasses.replace(config.data, path=str(tmp_path / "t"))
+    message = one_line(data.open_splits, dataclasses.replace(config, data=settings))
+    assert message.startswith("config.eval.batches: no token of the first 2 batches of validation is a target")
+    nothing = tiny_config(
+        tmp_path / "run", data__source="store", data__path=str(tmp_path / "s"), data__validation_fraction=0.0
+    )
+    train, validation = data.open_splits(nothing)
+    assert train.num_tokens == 120 and validation is None
+
+
+def test_a_dry_run_opens_the_data(tmp_path, capsys):
+    write(tmp_path / "s", [[1, 2, 3], [4, 5, 6]] * 20, 64)
+    command = [f"--config={ROOT}/configs/gdn_300m.py", "--dry_run"]
+    assert launch.main([*command, f"--config.data.path={tmp_path}/s"]) == 0
+    assert f"data        {tmp_path}/s (token store, uint16): " in capsys.readouterr().out
+    assert launch.main([*command, f"--config.data.path={tmp_path}/t"]) == 2
+    error = "no such file; a token store is a pair PREFIX.bin and PREFIX.idx, named by PREFIX\n"
+    assert capsys.readouterr() == ("", f"error: config.data.path: {tmp_path}/t.idx: {error}")
+    assert launch.main(command) == 0  # sizes and costs need no data
+    assert (
+        "data        none yet: config.data.path: empty; make this recipe's data with `python" in capsys.readouterr().out
+    )
+    text = [f"--config={ROOT}/configs/tiny_hybrid.py", "--dry_run", "--config.data.source=files"]
+    assert launch.main([*text, f"--config.data.path={tmp_path}/none"]) == 2
+    assert "config.data.path:" in capsys.readouterr().err
 
 
 def test_the_sample_is_written_as_bytes_only_where_the_ids_may_be_bytes(tmp_path):

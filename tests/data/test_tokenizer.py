@@ -1,14 +1,18 @@
+import math
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import tokenizers
 
 from hybrid_jax import data
 from hybrid_jax.config import DataConfig
+from hybrid_jax.data import manifest, prepare
 from hybrid_jax.data import tokenizer as tokenizer_module
 from hybrid_jax.data.sources import Document
-from hybrid_jax.data.tokenizer import ByteTokenizer, cache_folder, pieces
+from hybrid_jax.data.store import StoreReader
+from hybrid_jax.data.tokenizer import ByteTokenizer, cache_folder, from_manifest, load, pieces
 from hybrid_jax.errors import UserError
 
 TEXTS = [
@@ -217,3 +221,72 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 def test_importing_the_data_does_not_import_jax_or_tokenizers():
     code = "import sys, hybrid_jax.data; sys.exit('jax' in sys.modules or 'tokenizers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# Of a store's manifest.
+
+
+@pytest.fixture
+def store(folder):
+    """A prepared store of the texts, with a tokenizer whose end-of-document id is not the last."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<pad>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(TEXTS, trainer)
+    bpe.save(str(folder / "tokenizer.json"))
+    prefix = folder / "corpus.v1"
+    assert prepare.main(["--input", str(folder), "--output", str(prefix), "--tokenizer", str(folder)]) == 0
+    (folder / "tokenizer.json").unlink()
+    return prefix
+
+
+@pytest.mark.parametrize("suffix", ["", ".idx", ".bin"])
+def test_manifest_gives_the_tokenizer_that_made_the_store(folder, store, suffix):
+    t = from_manifest(f"{store}{suffix}")
+    assert (t.vocab_size, t.end_of_document) == (300, 1)
+    reader = StoreReader(store)
+    texts = [p.read_text() for p in sorted(folder.glob("*.txt"))]
+    assert [t.decode(reader.document(i)) for i in range(len(texts))] == [text + "</s>" for text in texts]
+    for text in (*texts, "</s><pad>"):
+        assert 1 not in t.encode(text) and t.decode(t.encode(text)) == text
+    assert t.bytes_per_token == sum(len(text.encode()) for text in texts) / reader.num_tokens
+    assert math.isnan(load(manifest.tokenizer_path(store)).bytes_per_token)
+    # A store may be moved and renamed, with what belongs to it.
+    for path in folder.glob("corpus.v1.*"):
+        path.rename(folder / path.name.replace("corpus.v1", "web"))
+    assert from_manifest(folder / "web").encode(texts[0]) == t.encode(texts[0])
+
+
+def test_manifest_of_bytes_and_none(folder):
+    assert from_manifest(folder / "corpus") is None
+    assert prepare.main(["--input", str(folder / "00.txt"), "--output", str(folder / "corpus")]) == 0
+    size = (folder / "00.txt").stat().st_size
+    assert from_manifest(folder / "corpus") == ByteTokenizer(bytes_per_token=size / (size + 1))
+    (folder / "corpus.json").write_text('{"format": "of another program"}')
+    assert from_manifest(folder / "corpus") is None
+
+
+def test_manifest_that_cannot_be_kept_is_named(store):
+    about, file = manifest.path_of(store), manifest.tokenizer_path(store)
+    whole, content = about.read_text(), file.read_text()
+    file.write_text(content.replace("</s>", "</t>"))
+    with pytest.raises(UserError, match=r"corpus\.v1\.tokenizer\.json: is not the tokenizer that made the store"):
+        from_manifest(store)
+    file.unlink()
+    with pytest.raises(UserError, match=r"corpus\.v1\.tokenizer\.json: no such file; it is the tokenizer of the store"):
+        from_manifest(store)
+    file.write_text(content)
+    assert from_manifest(store) is not None
+    for bad, what in (
+        (whole[:-20], "is no JSON"),
+        (whole.replace('"version": 2', '"version": 3'), "is a manifest of version 3, not 2"),
+        (whole.replace('"sha256"', '"md5"'), "does not say which tokenizer"),
+        (whole.replace('"tokenizer"', '"other"'), "does not say which tokenizer"),
+    ):
+        about.write_text(bad)
+        with pytest.raises(UserError, match=rf"corpus\.v1\.json: {what}"):
+            from_manifest(store)

@@ -68,7 +68,8 @@ def test_what_passes_is_said_and_kept(fresh, caplog):
     for _ in range(3):
         selftest.before_use(GDN, backends)
     assert len(calls) == 2  # long rows, many rows
-    (line,) = info(caplog)
+    before, line = info(caplog)
+    assert before.startswith("kernels: testing those of gdn for K 16, V 16, ")
     assert line.startswith("kernels: gdn self-test on cpu: worst error ") and line.endswith(" s)")
     (file,) = fresh.iterdir()
     record = json.loads(file.read_text())
@@ -80,7 +81,7 @@ def test_what_passes_is_said_and_kept(fresh, caplog):
 
     selftest._passed.clear()  # another process
     selftest.before_use(GDN, backends)
-    assert len(calls) == 2 and len(info(caplog)) == 1 and "passed its self-test before" in caplog.messages[-1]
+    assert len(calls) == 2 and len(info(caplog)) == 2 and "passed its self-test before" in caplog.messages[-1]
 
 
 @pytest.fixture
@@ -203,7 +204,7 @@ def test_a_folder_that_cannot_be_written_costs_a_test(monkeypatch, tmp_path, cap
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for _ in range(2):
         selftest.before_use(GDN, gdn.BACKENDS)
-    assert len(tested) == 1 and len(info(caplog)) == 1 and "result is not kept" in caplog.messages[-1]
+    assert len(tested) == 1 and len(info(caplog)) == 2 and "result is not kept" in caplog.messages[-1]
 
 
 def test_threads_share_one_test(tested):

@@ -82,6 +82,7 @@ def prepare(
     carries,
     q_norms,
     k_norms,
+    lowest,
     T: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -99,8 +100,8 @@ def prepare(
     """All that follows from q, k, gates and beta: one program a chunk and value head.
 
     inverse [B,N,HV,PARTS,C,C]: T' as high and low part. readers [B,T,HV,K]: gamma K. queries: scale gamma Q.
-    writers: X. attention [B,N,HV,C,C]: P. carries [B,HV,N,K]: the chunk's decay. q_norms, k_norms [B,HV,N C]: scale /
-    |q| and 1 / |k|.
+    writers: X. attention [B,N,HV,C,C]: P. carries [B,HV,N,K]: the chunk's decay. q_norms, k_norms, lowest [B,HV,N C]:
+    scale / |q|, 1 / |k|, and the least sum, of all channels, of gates from the block's start through a token.
     """
     program = tl.program_id(0)
     head = program % HV
@@ -124,6 +125,7 @@ def prepare(
     A, P = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     kept = tl.zeros([C, BK // BC, BC], dtype)  # Lambda K
     kept_low = kept
+    lowest_sum = tl.zeros([C], tl.float32)
     for channels in tl.range(0, BK // BC, disable_licm=True):
         key = channels * BC + tl.arange(0, BC)
         k_unit = load_rows(k + start, n * C, H * K, key, C, T, K) * k_norm[:, None]
@@ -142,10 +144,11 @@ def prepare(
             kk += dot(low, column)
         qk = dot((q_unit * rows).to(dtype), column)
         if FORM != "bounded" or BOUND * BLOCK < STEEPEST:
-            lowest = tl.min(sums, axis=1)
-            if tl.min(lowest) < STEEPEST:
+            least = tl.min(sums, axis=1)
+            lowest_sum = tl.minimum(lowest_sum, least)
+            if tl.min(least) < STEEPEST:
                 exact_kk, exact_qk = _exact_pairs(q_unit, k_unit, g_high, g_low, C, PARTS)
-                steep = (lowest < STEEPEST)[:, None]
+                steep = (least < STEEPEST)[:, None]
                 kk, qk = tl.where(steep, exact_kk, kk), tl.where(steep, exact_qk, qk)
         A += tl.where(in_block(C), kk, 0.0)
         P += tl.where(in_block(C) | (at[:, None] == at[None, :]), qk, 0.0)
@@ -154,7 +157,7 @@ def prepare(
             part_kk, part_qk = _square(q_unit, k_unit, g_high, g_low, level, C, PARTS)
             A += part_kk
             P += part_qk
-        entering, leaving = entering_decay(g_high, g_low, C, PARTS), leaving_decay(g_high, g_low, C, PARTS)
+        entering, leaving = entering_decay(g_high, g_low, sums, C, PARTS), leaving_decay(g_high, g_low, C, PARTS)
         carry = tl.exp(tl.sum(g, axis=0))
         if PACKED:
             entering = tl.where((document == previous)[:, None], entering, 0.0)
@@ -168,6 +171,7 @@ def prepare(
         kept = tl.where(here, tl.expand_dims(high, 1), kept)
         if PARTS == 2:
             kept_low = tl.where(here, tl.expand_dims(low, 1), kept_low)
+    tl.store(lowest + row, lowest_sum)
     if PACKED:
         same = document[:, None] == document[None, :]
         A, P = tl.where(same, A, 0.0), tl.where(same, P, 0.0)
@@ -234,6 +238,7 @@ def input_gradients(
     documents,
     q_norms,
     k_norms,
+    lowest,
     dattention,
     asked,
     along_q,
@@ -289,13 +294,13 @@ def input_gradients(
         of_k_norm += tl.load(along_k + row)
         pairs = chunk * (C * C) + at[:, None] * C + at[None, :]
         of_sums = tl.zeros([C, BC], tl.float32)  # d loss / d (sum of gates from the chunk's start through i)
-        lowest = tl.zeros([C], tl.float32)
+        least = tl.zeros([C], tl.float32)
         if FORM != "bounded" or BOUND * BLOCK < STEEPEST:
-            _, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
-            g_high, g_low = split(g, dtype)
-            lowest = tl.min(block_sums(g_high, g_low, document, C, PACKED, PARTS), axis=1)
-            if tl.min(lowest) < STEEPEST:
-                keep = in_block(C) & (lowest < STEEPEST)[:, None]
+            least = tl.load(lowest + row)
+            if tl.min(least) < STEEPEST:
+                _, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
+                g_high, g_low = split(g, dtype)
+                keep = in_block(C) & (least < STEEPEST)[:, None]
                 if PACKED:
                     keep = keep & (document[:, None] == document[None, :])
                 dA = tl.where(keep, tl.load(dpairs + pairs), 0.0).to(dtype)
@@ -307,8 +312,8 @@ def input_gradients(
                     dq_tile += of_q
                     dk_tile += of_k
                     of_sums += of_g
-            # Nothing loaded so far is kept in registers through the rest of the kernel.
-            tl.debug_barrier()
+                # Nothing loaded here is kept in registers through the rest of the kernel.
+                tl.debug_barrier()
         k_unit = load_rows(k + start, n * C, H * K, key, C, T, K) * k_norm[:, None]
         q_unit = load_rows(q + start, n * C, H * K, key, C, T, K) * q_norm[:, None]
         raw, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
@@ -329,7 +334,7 @@ def input_gradients(
             dk_tile += of_k
             of_sums += of_g
         # Pairs within blocks.
-        keep = in_block(C) & (lowest >= STEEPEST)[:, None]
+        keep = in_block(C) & (least >= STEEPEST)[:, None]
         a, p = tl.where(keep, dA, 0.0).to(dtype), tl.where(keep, dP, 0.0).to(dtype)
         sums = block_sums(g_high, g_low, document, C, PACKED, PARTS)
         rows, columns = row_decay(sums), column_decay(sums)
@@ -346,7 +351,7 @@ def input_gradients(
         of_sums -= column * to_column
         dk_tile += columns * to_column
         # Through the states around the chunk.
-        entering, leaving = entering_decay(g_high, g_low, C, PARTS), leaving_decay(g_high, g_low, C, PARTS)
+        entering, leaving = entering_decay(g_high, g_low, sums, C, PARTS), leaving_decay(g_high, g_low, C, PARTS)
         carry = tl.exp(tl.sum(g, axis=0))
         if PACKED:
             entering = tl.where((document == previous)[:, None], entering, 0.0)

@@ -29,10 +29,16 @@ STEEPEST, CENTRE = tl.constexpr(-128.0), tl.constexpr(64.0)
 
 @triton.jit
 def _log1p(u):
-    """log(1 + u) for u in [0, 1] as 2 artanh(u / (2 + u)): to 2e-7, where a GPU's logarithm of 1 + u is not."""
-    x = u / (2.0 + u)
-    y = x * x
-    return 2.0 * x * (1.0 + y * (1 / 3 + y * (1 / 5 + y * (1 / 7 + y * (1 / 9 + y * (1 / 11))))))
+    """log(1 + u) for u in [0, 1], to 2e-7 of itself, which a GPU's logarithm of 1 + u is not for a small u: u times the
+    Chebyshev interpolant of log(1 + u) / u."""
+    x = 0.005253457929939032 * u - 0.02958850748836994
+    x = x * u + 0.07836166769266129
+    x = x * u - 0.13674770295619965
+    x = x * u + 0.19111430644989014
+    x = x * u - 0.24844369292259216
+    x = x * u + 0.33319270610809326
+    x = x * u - 0.49999502301216125
+    return (x * u + 1.0) * u
 
 
 @triton.jit
@@ -139,10 +145,12 @@ def widest_level(C: tl.constexpr):
 
 
 @triton.jit
-def entering_decay(high, low, C: tl.constexpr, PARTS: tl.constexpr):
-    """The decay from the chunk's start through each token [C,K]."""
-    at = tl.arange(0, C)
-    return tl.exp(_sums(at[None, :] <= at[:, None], high, low, PARTS))
+def entering_decay(high, low, sums, C: tl.constexpr, PARTS: tl.constexpr):
+    """The decay from the chunk's start through each token of the first document [C,K]; `sums` as of `block_sums`."""
+    if C > BLOCK:
+        at = tl.arange(0, C)
+        sums = _sums(at[None, :] <= at[:, None], high, low, PARTS)
+    return tl.exp(sums)
 
 
 @triton.jit

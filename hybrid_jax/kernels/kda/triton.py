@@ -29,7 +29,7 @@ Precision with bf16 inputs: as in kernels.gdn.triton; gates, decays and their su
 are rounded to bf16 for the dots, and those of A and X keep 16 bits.
 
 Bytes a token and value head, R value heads a q/k head, bf16, q and k read once a group thanks to the cache: prepare
-4K/R + 8K + 6C + 8; scan 4K + 2V + 2KV/C; output 4K + 4V + 6C + 2KV/C; value_gradients 6K + 8V + 8C + 2KV/C;
+4K/R + 8K + 6C + 12; scan 4K + 2V + 2KV/C; output 4K + 4V + 6C + 2KV/C; value_gradients 6K + 8V + 8C + 2KV/C;
 reverse_scan 6K + 6V + 2KV/C; state_gradients 4K + 6V + 2C + 4KV/C; input_gradients 8K/R + 10K + 4C. With `prepare`
 twice 16K/R + 50K + 26V + 32C + 12KV/C: for K = 32, V = 64, R = 1, C = 16 5.8 KB, for K = V = 128, C = 32 19 KB. Reading
 and writing every tensor of forward and backward once takes 12K/R + 6K + 14V bytes.
@@ -87,10 +87,10 @@ def _of_gates(plan: Plan, options: _Options):
 
 
 def _prepare(plan: Plan, options: _Options, inputs):
-    """(inverse, readers, queries, writers, attention, carries, q_norms, k_norms) of `prepare`."""
+    """(inverse, readers, queries, writers, attention, carries, q_norms, k_norms, lowest) of `prepare`."""
     programs = plan.B * plan.chunks * plan.HV
     carries = plan.shape(plan.B, plan.HV, plan.chunks, plan.K, dtype=jnp.float32)
-    outputs = (plan.inverse, plan.per_key, plan.per_key, plan.per_key, plan.pairs, carries, plan.vector, plan.vector)
+    outputs = (plan.inverse, *3 * [plan.per_key], plan.pairs, carries, *3 * [plan.vector])
     return plan.launch(prepare, inputs, outputs, programs, _of_gates(plan, options))
 
 
@@ -118,7 +118,7 @@ def _backward(options, saved, cotangents):
     plan = _plan(q, v, options.packed)
     programs, vector = plan.B * plan.chunks * plan.HV, plan.vector
     raw = (q, k, gates, A_log, dt_bias, beta, documents)
-    inverse, readers, queries, writers, attention, carries, *norms = _prepare(plan, options, raw)
+    inverse, readers, queries, writers, attention, carries, *of_tokens = _prepare(plan, options, raw)
     values, dv_local, *of_queries = plan.launch(
         value_gradients,
         (readers, queries, v, do, inverse, attention, states),
@@ -138,7 +138,7 @@ def _backward(options, saved, cotangents):
     sums = plan.shape(plan.B, plan.chunks, plan.HV, 2, plan.K, dtype=jnp.float32)
     dq, dk, dgates, sums = plan.launch(
         input_gradients,
-        (q, k, gates, A_log, dt_bias, documents, *norms, *of_queries, *of_keys),
+        (q, k, gates, A_log, dt_bias, documents, *of_tokens, *of_queries, *of_keys),
         (q, k, gates, sums),
         plan.B * plan.chunks * plan.H * plan.channel_blocks(input_gradients),
         _of_gates(plan, options),

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
 
-from tests.chaos import disk, nonfinite, outcome, preparing, process, several, training
+from tests.chaos import disk, nonfinite, preparing, process, several, training
 from tests.chaos.outcome import Trial
 
 PREPARE_SHARE = 0.25  # of the kills
@@ -139,9 +139,7 @@ def make_references(folder: Path, options: argparse.Namespace) -> References:
 # ---- trials, several at once ----
 
 
-def run_trials(
-    options: argparse.Namespace, seed: int, folder: Path, references: References
-) -> list[tuple[str, Trial]]:
+def run_trials(options: argparse.Namespace, seed: int, folder: Path, references: References) -> list[tuple[str, Trial]]:
     """(name, trial) of all of them. A lane is a process that forks trainers; it has no threads, and so has this one."""
     context = multiprocessing.get_context("fork")
     done: list[tuple[str, Trial]] = []
@@ -236,7 +234,9 @@ def table(trials: list[Trial]) -> str:
     total, gone = tries.total(), lost.total()
     lines.append(f"| all | {total} | {total - gone} | {gone} |")
     untried = collections.Counter(reason for trial in trials for reason in trial.untried)
-    lines += [f"not tried: a full disk in {count} trials ({reason}); a limit instead" for reason, count in untried.items()]
+    lines += [
+        f"not tried: a full disk in {count} trials ({reason}); a limit instead" for reason, count in untried.items()
+    ]
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ def write_inputs(folder: Path, rng: random.Random) -> None:
         (folder / f"file{n}.txt").write_text(f"document {n} {' '.join(rng.choices(words, k=rng.randint(1, 3000)))}")
 
 
-def start(inputs: Path, prefix: Path, out: Path, workers: int, **named: Any) -> Process:
+def start(inputs: Path, prefix: Path, out: Path, workers: int, more: Sequence[str] = (), **named: Any) -> Process:
     arguments = ["-m", "tests.chaos.small_parts", "--input", str(inputs), "--output", str(prefix)]
-    return command([sys.executable, *arguments, "--workers", str(workers)], out, **named)
+    return command([sys.executable, *arguments, "--workers", str(workers), *more], out, **named)
 
 
 def run_reference(folder: Path, inputs: Path) -> Reference:
@@ -122,8 +123,10 @@ def prefix(trial: Trial) -> Path:
 
 
 def signals(number: signal.Signals, reference: Reference, rng: random.Random, trial: Trial) -> None:
+    """While it works: before that it imports, and Python answers."""
     run = start(reference.inputs, prefix(trial), trial.out, rng.randint(1, 2))
-    run.wait(rng.uniform(0.5, 1.0) * reference.seconds)
+    run.wait(LIMIT, until=Path(f"{prefix(trial)}.parts").exists)
+    run.wait(rng.uniform(0, 0.5) * reference.seconds)
     run.send(number)
     if not run.wait(LIMIT):
         run.kill()
@@ -149,4 +152,13 @@ def damaged_parts(how: str, reference: Reference, rng: random.Random, trial: Tri
     path = rng.choice(files)
     DAMAGES[how](path, rng)
     trial.hit(f"a file of prepare's parts {how}", path.name)
+    if path.name == "plan.json":  # the record of what was asked for: it may refuse, and begin anew when told to
+        since = len(trial.said())
+        run = start(reference.inputs, prefix(trial), trial.out, 1)
+        run.wait(LIMIT)
+        if run.code != 0:
+            trial.expect_error_line(run.code, since, "--overwrite")
+            run = start(reference.inputs, prefix(trial), trial.out, 1, more=["--overwrite"])
+            run.wait(LIMIT)
+        trial.expect(run.code == 0, f"after a damaged plan.json: exit code {run.code}")
     finish_and_compare(reference, rng, trial)

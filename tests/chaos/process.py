@@ -90,7 +90,9 @@ def trainer(
 
     def body() -> int:
         import launch
+        from hybrid_jax import signals
 
+        signals.AT_ONCE.listen()  # as launch.py does where it is the program
         os.environ.update(environment or {})
         if before:
             before()

@@ -1,4 +1,4 @@
-"""python -m hybrid_jax.data.prepare with parts so small that a little text makes many; kills itself where it is told."""
+"""hybrid_jax.data.prepare with parts so small that a little text makes many; kills itself where it is told."""
 
 import sys
 

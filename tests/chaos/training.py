@@ -101,9 +101,7 @@ def kills(
     finish_and_compare(reference, trial, before=before)
 
 
-def _killed(
-    reference: Reference, rng: random.Random, trial: Trial, named: str, before: Callable[[], None]
-) -> bool:
+def _killed(reference: Reference, rng: random.Random, trial: Trial, named: str, before: Callable[[], None]) -> bool:
     folder, since, old = workdir(trial), len(trial.said()), set(being_written(workdir(trial)))
     moment = rng.choice(("clock", "step", "save", "file"))
     at, longest = rng.randint(1, reference.operations), rng.choice((0.0, 0.02, 0.1))
@@ -125,7 +123,8 @@ def _killed(
     elif moment == "clock":
         trainer.wait(share * reference.seconds)
     elif moment == "step":
-        trainer.wait(LIMIT, until=lambda: training() and last_step(folder) >= target)
+        trainer.wait(LIMIT, until=lambda: training() and last_step(folder) >= target
+                     and not set(being_written(folder)) - old)  # fmt: skip
     else:
         trainer.wait(LIMIT, until=lambda: training() and last_step(folder) >= target - SAVE_EVERY
                      and bool(set(being_written(folder)) - old))  # fmt: skip

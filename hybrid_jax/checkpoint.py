@@ -8,12 +8,13 @@ method, from its main thread.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,28 @@ _DAMAGED = ".damaged"  # after the name of one that was passed over
 _STALE = "stale"  # said of a list of checkpoints that is not what lies in the folder
 
 
+def kept(steps: Sequence[int], keep: int, every: int = 1, for_good: int = 0) -> list[bool]:
+    """Which of these checkpoints, oldest first, stay: the newest, the `keep` newest of steps that `every` divides, and
+    all of steps that `for_good` divides (0: none). What a signal asks for at another step costs none of the others."""
+    scheduled = [step for step in steps if step % every == 0][-keep:]
+    return [step == steps[-1] or step in scheduled or (for_good > 0 and step % for_good == 0) for step in steps]
+
+
+@dataclasses.dataclass
+class _Kept(ocp.training.preservation_policies.PreservationPolicy):
+    keep: int
+    every: int
+    for_good: int
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        return kept([checkpoint.step for checkpoint in checkpoints], self.keep, self.every, self.for_good)
+
+
 class Checkpoints:
     """The checkpoints in one folder. Use as a context manager, or call `close`: it waits for a write in
     progress.
 
-    keep: newest ones kept; keep_every: those of steps that it divides are kept for good (0: none are).
+    keep, every, keep_every: which stay, see `kept`.
     max_failures: writes in a row that may fail before that is an error; each is told to `log` and kept for `failures`.
     timeout_seconds: the longest that a write, or another process of the run, is waited for.
     """
@@ -48,13 +66,14 @@ class Checkpoints:
         meta: dict[str, Any],
         log: Callable[[str], None],
         *,
+        every: int = 1,
         keep_every: int = 0,
         max_failures: int = 1,
         timeout_seconds: int = 600,
     ):
         self.folder = Path(folder).absolute()
         self.meta, self.log = meta, log
-        self.keep, self.keep_every = max(keep, 1), keep_every
+        self._policy = _Kept(max(keep, 1), every, keep_every)
         self.max_failures, self.timeout_seconds = max_failures, timeout_seconds
         self.folder.mkdir(parents=True, exist_ok=True)
         self._told: list[tuple[int, str]] = []
@@ -82,13 +101,12 @@ class Checkpoints:
         context.asynchronous.post_finalization_callback = lambda: self._seal(opened)  # no method: it is deep-copied
         # An abandoned write of before may still stand at a barrier: it must meet nobody there.
         context.multiprocessing.barrier_sync_key_prefix = f"hybrid_jax_{self._opened}"
-        training, policies = ocp.training, ocp.training.preservation_policies
-        kept = [policies.LatestN(self.keep)] + ([policies.EveryNSteps(self.keep_every)] if self.keep_every else [])
+        training = ocp.training
         self._orbax = training.Checkpointer(
             self.folder,
             context=context,
             save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),  # the caller decides when
-            preservation_policy=policies.AnyPreservationPolicy(kept),
+            preservation_policy=self._policy,
             cleanup_tmp_directories=True,
         )
         self._whole = set(self._listed())
@@ -110,6 +128,12 @@ class Checkpoints:
         """Steps of the whole checkpoints, oldest first."""
         return sorted(step for step in self._whole if (self.folder / str(step)).is_dir())
 
+    def pushes_out(self, step: int) -> list[int]:
+        """The checkpoints that one more, of `step`, would cost."""
+        policy, steps = self._policy, [*self.steps(), step]
+        stay = kept(steps, policy.keep, policy.every, policy.for_good)
+        return [old for old, stays in zip(steps, stay, strict=True) if not stays]
+
     # ---- writing -----------------------------------------------------------------
 
     def save(self, step: int, state: PyTree, record: Mapping[str, Any] | None = None) -> None:
@@ -119,7 +143,7 @@ class Checkpoints:
         is told by `failures`, and raises UserError only when it is one too many. `record`, JSON, is found again in the
         meta that `restore` returns.
         """
-        self._settle()
+        self.settle()
         self._lost = None
         said = self._agree(self._probe() or (_STALE if self._listed() != self.steps() else ""), f"checkpoint {step}")
         reason = pending.joined({process: text for process, text in said.items() if text != _STALE})
@@ -171,7 +195,7 @@ class Checkpoints:
         if write is None or not write.done.is_set() or write.error is None:
             return
         if jax.process_count() == 1:
-            self._settle()
+            self.settle()
         elif not write.told:
             write.told = True
             who, why = f"process {jax.process_index()}", pending.reason(write.error)
@@ -182,7 +206,7 @@ class Checkpoints:
         told, self._told = self._told, []
         return told
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Waits for the write in progress, and agrees with the other processes on how it ended."""
         write = self._write
         if write is None:
@@ -234,7 +258,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until what was started has been written. Raises UserError if the newest write failed."""
-        self._settle()
+        self.settle()
         if self._lost:
             raise self._error(*self._lost)
 
@@ -259,7 +283,7 @@ class Checkpoints:
         if self._abandoned:  # others are gone: there is nobody to end it with
             return
         try:
-            self._settle()
+            self.settle()
             self._orbax.close()
         except UserError:
             return  # said already
@@ -268,7 +292,7 @@ class Checkpoints:
 
     def delete_after(self, step: int) -> None:
         """Deletes the checkpoints that are newer than `step`, newest first."""
-        self._settle()
+        self.settle()
         for newer in reversed(self.steps()):
             if newer > step:
                 self._orbax.delete(newer)
@@ -283,7 +307,7 @@ class Checkpoints:
         another model (naming the first paths that differ), of another schema, or when there are some and none can be
         read.
         """
-        self._settle()
+        self.settle()
         passed: dict[int, str] = {}
         for step in reversed(self.steps()):
             began = time.perf_counter()

@@ -15,7 +15,7 @@ from typing import Any
 
 from hybrid_jax import config as config_lib
 from hybrid_jax.errors import UserError
-from hybrid_jax.metrics import read_jsonl
+from hybrid_jax.metrics import course, read_jsonl
 from hybrid_jax.report import aligned
 
 FOLDERS = (Path(__file__).resolve().parent.parent / "configs" / "milestones", Path("configs") / "milestones")
@@ -32,10 +32,13 @@ def load_milestones(name: str, folders: Sequence[Path] = FOLDERS) -> dict[str, A
 
 
 def load_run(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a run's folder, one dict a logged step. Raises UserError if there are none."""
+    """The metrics of a run's folder, one dict a logged step, without what was rolled back.
+
+    Raises UserError if there are none.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run; give the folder that launch.py named as its output")
-    lines = read_jsonl(folder / "metrics.jsonl")
+    lines, _ = course(read_jsonl(folder / "metrics.jsonl"))
     if not lines:
         raise UserError(f"{folder}: holds no metrics.jsonl with a step in it yet")
     return lines

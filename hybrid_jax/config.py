@@ -158,7 +158,11 @@ class TrainConfig:
     sequence_length: int = key(2048, "tokens per row")
     seed: int = key(42, "of the initial weights and the data order")
     compute_dtype: str = key("bfloat16", "of activations and matmuls", ("bfloat16", "float32"))
-    max_bad_steps: int = key(10, "non-finite steps in a row that end the run (each is skipped: no update, no schedule)")
+    max_bad_steps: int = key(
+        10,
+        "non-finite steps in a row that are a divergence, and end the run where it may not roll back (each is skipped: "
+        "no update, no schedule)",
+    )
     profile_steps: str = key("", "first:last, both included, steps written as a jax.profiler trace")
     requeue_exit_code: int = key(75, "after SIGTERM or SIGUSR1, once saved; for schedulers that start a run again")
 
@@ -174,6 +178,14 @@ class OptimizerConfig:
     eps: float = key(1e-8, "AdamW epsilon")
     weight_decay: float = key(0.01, "decoupled; on matrices only")
     clip_norm: float = key(1.0, "largest global gradient norm (0 = no clipping)")
+
+
+@dataclasses.dataclass(frozen=True)
+class DivergenceConfig:
+    max_rollbacks: int = key(3, "returns to the last good checkpoint and past the data since, in a run (0 = none)")
+    spike_steps: int = key(32, "steps in a row with the loss above its band that are a divergence (0 = none are)")
+    window: int = key(128, "good steps, the last ones, whose losses make the band; it moves down only")
+    width: float = key(6.0, "of the band above their median, in robust standard deviations (each at least 1% of it)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +225,7 @@ class EvalConfig:
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: int = key(500, "steps between checkpoints, and one at the end (0 = none at all)")
-    keep: int = key(3, "newest checkpoints kept")
+    keep: int = key(3, "newest scheduled checkpoints kept, beside the newest")
     keep_every: int = key(0, "steps whose multiples are kept for good (0 = none)")
     max_failures: int = key(3, "checkpoints in a row that could not be written that end the run")
     timeout_seconds: int = key(
@@ -249,6 +261,7 @@ class Config:
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    divergence: DivergenceConfig = DivergenceConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -219,6 +219,8 @@ def _check_logistics(config: Config) -> None:
             "store need not fit; set it to 0 with data.source 'store'"
         )
     _check_checkpoint(config.checkpoint)
+    _not_negative("config.divergence", config.divergence, "max_rollbacks", "spike_steps")
+    _positive("config.divergence", config.divergence, "window", "width")
     _positive("config.log", config.log, "every_steps")
     if config.kernels.backend == "triton":
         _check_triton(config.model)

@@ -5,6 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from hybrid_jax.config import EvalConfig
+from hybrid_jax.data.interface import Tokenizer
 from hybrid_jax.model import Model, Params
 
 
@@ -41,3 +43,20 @@ def generate(
         raise ValueError("generate needs at least one prompt token")
     prompt = jnp.asarray([prompt_ids], jnp.int32)
     return [int(t) for t in _sample(model, params, prompt, jax.random.key(seed), num_tokens, float(temperature))]
+
+
+def prompt_ids(cfg: EvalConfig, tokenizer: Tokenizer) -> list[int]:
+    """The ids that a run's sample begins with; none for no sample. Raises UserError if they cannot be had."""
+    if not cfg.sample_tokens:
+        return []
+    # Nothing ever follows an end of document in training, so an empty prompt is a line's beginning.
+    return tokenizer.encode(cfg.sample_prompt) or tokenizer.encode("\n") or [0]
+
+
+def on_one_device(params: Params) -> Params:
+    """The whole parameters as arrays of this process's first device. Every process of a run must call it."""
+    if jax.process_count() > 1 and not all(x.is_fully_replicated for x in jax.tree.leaves(params)):
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(params, tiled=True)
+    return jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else jax.device_get(x), params)

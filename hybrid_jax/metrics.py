@@ -14,7 +14,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -33,13 +33,23 @@ class Writer(Protocol):
 
 
 class JsonlWriter:
-    """One JSON object a line. A value that is not finite becomes null, and its name is listed under
-    "nonfinite"."""
+    """One JSON object a line. A value that is not finite becomes null, and its name is listed under "nonfinite".
 
-    def __init__(self, path: Path, keep_to: int = 0):
-        """Keeps the lines of steps <= `keep_to` of an older file: what a resumed run has not seen did not
-        happen."""
-        kept = [line for line in read_jsonl(path) if line["step"] <= keep_to]
+    The file grows only: after a line with event "rollback" the steps begin again behind its "to_step"; see `course`.
+    """
+
+    def __init__(self, path: Path, keep_to: int = 0, rollbacks: Sequence[tuple[int, Values]] = ()):
+        """Keeps the lines of steps <= `keep_to` of an older file: what a resumed run has not seen did not happen.
+
+        `rollbacks`: (step, values) of those that did; what was written before the last of them is kept whole.
+        """
+        kept: list[Values] = []
+        done = 0  # roll-backs, up to this line
+        for line in read_jsonl(path):
+            done += _ends_a_part(line)
+            if done < len(rollbacks) or (done == len(rollbacks) and (line["step"] <= keep_to or _ends_a_part(line))):
+                kept.append(line)
+        kept += [{"step": step, **values} for step, values in rollbacks[done:]]
         scratch = path.with_suffix(".tmp")
         scratch.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(scratch, path)
@@ -51,6 +61,10 @@ class JsonlWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _ends_a_part(line: Values) -> bool:
+    return line.get("event") == "rollback"
 
 
 def finite(values: Values) -> dict[str, Any]:
@@ -74,6 +88,21 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             if isinstance(line, dict) and isinstance(line.get("step"), int):
                 lines.append(line)
     return lines
+
+
+def course(lines: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    """(the lines of the steps that the run is made of, one a step, in order; those that each roll-back undid).
+
+    Lines of events are in neither.
+    """
+    by_step: dict[int, dict[str, Any]] = {}
+    undone = []
+    for line in lines:
+        if _ends_a_part(line):
+            undone.append([by_step.pop(step) for step in sorted(by_step) if step > line["to_step"]])
+        elif "event" not in line:
+            by_step[line["step"]] = line
+    return [by_step[step] for step in sorted(by_step)], undone
 
 
 def set_aside(path: Path) -> bool:
@@ -138,14 +167,16 @@ class WandbWriter:
         self._run.finish()
 
 
-def open_writers(cfg: Config, folder: Path, restored_step: int) -> list[Writer]:
+def open_writers(
+    cfg: Config, folder: Path, restored_step: int, rollbacks: Sequence[tuple[int, Values]] = ()
+) -> list[Writer]:
     """The writers that the config asks for, in process 0 (the others write nothing)."""
     writers: list[Writer] = []
     if cfg.log.tensorboard:  # may raise: before the run's own file is touched
         writers.append(TensorBoardWriter(folder / "tensorboard", restored_step))
     if cfg.log.wandb:
         writers.append(WandbWriter(cfg, folder))
-    return [JsonlWriter(folder / "metrics.jsonl", restored_step), *writers]
+    return [JsonlWriter(folder / "metrics.jsonl", restored_step, rollbacks), *writers]
 
 
 class _Lines(logging.Handler):
@@ -321,70 +352,3 @@ class Clock:
         seconds = self._seconds / self._steps if self._steps else self.seconds_per_step
         self._seconds, self._steps = 0.0, 0
         return self.tokens_per_step / seconds if seconds > 0 else math.nan
-
-
-def plot(metrics_path: Path, image_path: Path, title: str) -> bool:
-    """Draws loss.png from a metrics file: training loss raw and smoothed, validation points, learning rate.
-
-    Returns whether there was anything to draw. Raises ImportError where matplotlib is missing.
-    """
-    lines = read_jsonl(metrics_path)
-    train = [(line["step"], line["loss"]) for line in lines if isinstance(line.get("loss"), (int, float))]
-    valid = [(x["step"], x["validation_loss"]) for x in lines if isinstance(x.get("validation_loss"), (int, float))]
-    rates = [(x["step"], x["learning_rate"]) for x in lines if isinstance(x.get("learning_rate"), (int, float))]
-    if not train:
-        return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5.2), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    steps, losses = zip(*train, strict=True)
-    smoothed = smooth(losses, max(1.0, len(losses) / 50))
-    dots = "." if len(steps) < 4 else None  # too few points for a line to be seen
-    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training loss", marker=dots)
-    axes.plot(steps, smoothed, color="tab:blue", linewidth=1.8, label=f"smoothed ({smoothed[-1]:.3f})", marker=dots)
-    if valid:
-        axes.plot(
-            *zip(*valid, strict=True),
-            "o-",
-            color="tab:red",
-            markersize=4,
-            label=f"validation ({valid[-1][1]:.3f})",
-        )
-    baseline = next((x["ngram_loss"] for x in reversed(lines) if isinstance(x.get("ngram_loss"), (int, float))), None)
-    if baseline is not None:
-        axes.axhline(baseline, color="tab:gray", linestyle="--", linewidth=1, label=f"n-gram model ({baseline:.3f})")
-    # The first steps stand far above the rest; let the rest fill the frame once there is enough of it.
-    shown = sorted(losses)
-    if len(shown) >= 50:
-        low = min([shown[0], *(v for _, v in valid)] + ([baseline] if baseline is not None else []))
-        high = max(shown[int(0.98 * len(shown))], *(v for _, v in valid[:1]), baseline or 0.0)
-        pad = 0.05 * max(high - low, 1e-3)
-        axes.set_ylim(low - pad, high + pad)
-    axes.set_xlabel("step")
-    axes.set_ylabel("nats per token")
-    axes.set_title(title)
-    axes.grid(alpha=0.25)
-    right = axes.twinx()
-    right.plot(*zip(*rates, strict=True), color="tab:green", alpha=0.6, linewidth=1, label="learning rate")
-    right.set_ylabel("learning rate", color="tab:green")
-    right.set_ylim(bottom=0)
-    handles = [artist for side in (axes, right) for artist in side.get_legend_handles_labels()[0]]
-    right.legend(handles=handles, loc="upper right", framealpha=0.9)  # on the upper layer of the two
-    scratch = image_path.with_name(image_path.name + ".tmp")
-    figure.savefig(scratch, format="png")
-    os.replace(scratch, image_path)
-    return True
-
-
-def smooth(values: tuple[float, ...] | list[float], span: float) -> list[float]:
-    """Exponential moving average over about `span` values, without the pull of its start towards zero."""
-    keep = 1.0 - 1.0 / max(span, 1.0)
-    total = weight = 0.0
-    result = []
-    for value in values:
-        total, weight = keep * total + value, keep * weight + 1.0
-        result.append(total / weight)
-    return result

@@ -227,6 +227,27 @@ class Programs:
 
         return jax.jit(lambda params: jax.tree_util.tree_map_with_path(one, params))
 
+    def describe_numbers(self, got: dict[str, np.ndarray]) -> str:
+        """What of a step's metrics is not finite, in words: the loss, the gradients, the deepest sublayer first."""
+        wrong = self.backward_order(np.flatnonzero(~got["finite"]).tolist())
+        parts = [] if np.isfinite(got["loss"]) else ["the loss"]
+        if wrong:
+            first, groups = self.describe_group(wrong[0]), len(got["finite"])
+            others = f" and of {len(wrong) - 1} of the other {groups - 1} groups" if len(wrong) > 1 else ""
+            if len(wrong) == groups:
+                others = f" and of all {groups - 1} other groups"
+            parts.append(f"the gradient of {first}{others}")
+        return " and ".join(parts) or "the gradient norm"
+
+    def describe_parameters(self, params: PyTree) -> str:
+        """Which parameters are not finite, or where the largest are, in words."""
+        finite, largest = self.inspect(params)
+        if finite.all():
+            at = int(np.argmax(largest))
+            return f"all parameters are finite, the largest in {self.describe_group(at)} ({largest[at]:.3g})"
+        bad = [self.describe_group(int(i)) for i in np.flatnonzero(~finite)]
+        return f"the parameters of {bad[0]} are not finite" + (f", nor {len(bad) - 1} more" if len(bad) > 1 else "")
+
     def backward_order(self, groups: Sequence[int]) -> list[int]:
         """Entries of `groups`, the deepest sublayer first: where a fault that arose in the backward pass
         began."""

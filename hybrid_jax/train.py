@@ -14,26 +14,41 @@ import math
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import jax
 import numpy as np
 
-from hybrid_jax import checkpoint, data, distributed, feed, flops, metrics, provenance, report, sharding
+from hybrid_jax import (
+    checkpoint,
+    data,
+    distributed,
+    divergence,
+    feed,
+    flops,
+    metrics,
+    provenance,
+    report,
+    rollback,
+    sharding,
+)
 from hybrid_jax import config as config_lib
 from hybrid_jax.config import Config
 from hybrid_jax.data import ngram
 from hybrid_jax.data.interface import Dataset
 from hybrid_jax.errors import UserError
-from hybrid_jax.generate import generate
+from hybrid_jax.generate import generate, on_one_device, prompt_ids
+from hybrid_jax.plot import plot
+from hybrid_jax.profiling import Profile
 from hybrid_jax.signals import StopRequest, exit_code
 from hybrid_jax.step import Programs, batch_shape
 
 
 def run(cfg: Config) -> None:
-    """Trains as `cfg` says. Raises UserError for what the user can mend, and after a signal SystemExit: 130 for
-    Ctrl-C, train.requeue_exit_code for SIGTERM and SIGUSR1."""
+    """Trains as `cfg` says. Raises UserError for what the user can mend, SystemExit(130 or 143) after a
+    signal."""
     distributed.initialize()
     main = distributed.is_main()
     workdir = Path(cfg.workdir).expanduser()
@@ -83,11 +98,11 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
     if main:
         console.text(report.banner(cfg, jax.devices(), workdir))
         console.text(f"data        {train_data.description}")
-    prompt = _prompt(cfg, train_data)
+    prompt = prompt_ids(cfg.eval, train_data.tokenizer)  # now and not after the run, as it may fail
 
     # ---- state: restored, or fresh -----------------------------------------------
     meta = provenance.describe(cfg, train_data.identity)
-    checkpoints = restored = None
+    checkpoints, history = None, rollback.History()
     if not cfg.checkpoint.every_steps and any((workdir / "checkpoints").glob("[0-9]*")):
         raise UserError(
             f"config.checkpoint.every_steps: 0, but {workdir}/checkpoints holds those of a run that this one would "
@@ -97,27 +112,20 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
         keeping = cfg.checkpoint
         checkpoints = checkpoint.Checkpoints(
             workdir / "checkpoints", keeping.keep, meta, console.phase,
-            keep_every=keeping.keep_every, max_failures=keeping.max_failures, timeout_seconds=keeping.timeout_seconds,
+            every=keeping.every_steps, keep_every=keeping.keep_every,
+            max_failures=keeping.max_failures, timeout_seconds=keeping.timeout_seconds,
         )  # fmt: skip
-        restored = checkpoints.restore(programs.state)
-    if restored:
-        state, start, saved_meta = restored
-        for line in provenance.changes(saved_meta, meta):
-            console.text(f"note: {line}")
-    else:
-        console.phase("drawing the initial parameters")
-        with jax.set_mesh(mesh):
-            state, start = programs.init(cfg.train.seed), 0
+        history = rollback.read(checkpoints)
+    training = Training(cfg, workdir, console, programs, checkpoints, history, valid_data, prompt)
+    training.restore()
 
     # ---- training and last words -------------------------------------------------
     if main:
+        events = [(r.at, r.event) for r in history.rollbacks]
         _write(workdir / "config.json", json.dumps(config_lib.to_dict(cfg), indent=2) + "\n")
-        if not restored and metrics.set_aside(workdir / "metrics.jsonl"):
+        if not training.done and not events and metrics.set_aside(workdir / "metrics.jsonl"):
             console.text("note: the metrics.jsonl of an earlier run is kept as metrics.jsonl.old")
-    writers = metrics.open_writers(cfg, workdir, start) if main else []
-    training = Training(cfg, workdir, console, programs, checkpoints, writers, valid_data, prompt)
-    training.state, training.done = state, start
-    del state  # each step gives its memory to the next
+        training.writers = metrics.open_writers(cfg, workdir, training.done, events)
     with training.request:
         try:
             training.loop(train_data)
@@ -127,7 +135,7 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
             if checkpoints:
                 checkpoints.close()
             training.write_failures()
-            for writer in writers:
+            for writer in training.writers:
                 writer.close()
 
 
@@ -142,13 +150,15 @@ class Training:
         console: metrics.Console,
         programs: Programs,
         checkpoints: checkpoint.Checkpoints | None,
-        writers: list[metrics.Writer],
+        history: rollback.History,
         valid_data: Dataset | None,
         prompt: list[int],
     ):
         self.prompt = prompt
         self.cfg, self.workdir, self.console, self.programs = cfg, workdir, console, programs
-        self.checkpoints, self.writers, self.valid_data = checkpoints, writers, valid_data
+        self.checkpoints, self.history, self.valid_data = checkpoints, history, valid_data
+        self.writers: list[metrics.Writer] = []
+        self.detector = divergence.Detector(cfg)
         self.placement = feed.Placement(batch_shape(cfg, programs.mesh), sharding.batch_sharding(programs.mesh))
         self.tokens_per_step = cfg.train.global_batch_size * cfg.train.sequence_length
         self.clock = metrics.Clock(self.tokens_per_step)
@@ -163,6 +173,27 @@ class Training:
         self._line: tuple[int, dict[str, Any]] | None = None  # a step's numbers, looked at but not written yet
         self._evaluate: Any = None
 
+    # ---- the state ---------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Takes the newest checkpoint's state, or the initial one where there is none."""
+        self.state = None  # its memory is needed
+        saved, changes = None, []
+        if self.checkpoints and (found := self.checkpoints.restore(self.programs.state)):
+            self.state, self.done, saved = found
+            changes = provenance.changes(saved, self.checkpoints.meta)
+            for line in changes:
+                self.console.text(f"note: {line}")
+        else:
+            self.console.phase("drawing the initial parameters")
+            with jax.set_mesh(self.programs.mesh):
+                self.state, self.done = self.programs.init(self.cfg.train.seed), 0
+        # Losses of another model or other data say nothing about those to come.
+        self.detector.resume(saved.get("detector", {}) if saved and not changes else {})
+        self.bad_steps = 0
+        if not self.history.resume(saved):
+            self.console.text(f"note: the roll-backs in {self.history.path} were of a run that is gone")
+
     # ---- the loop ----------------------------------------------------------------
 
     def loop(self, train_data: Dataset) -> None:
@@ -175,46 +206,55 @@ class Training:
         step_fn = self.programs.compile_step()
         if self.checkpoints:
             self.programs.inspect(self.state["params"])  # compiles what the first checkpoint would wait for
-        several = jax.process_count() > 1
-        flags = {0: self.programs.stop_flags(0)}
-        profile = _Profile(cfg.train.profile_steps, steps, self.workdir / "profile")
-        rows = self.placement.rows
+        profile = Profile(cfg.train.profile_steps, steps, self.workdir / "profile")
         self.console.phase(f"training: steps {start + 1} to {steps}")
         request = self.request.listen()
-        with (
-            data.prefetch(train_data, start, rows, cfg.train.global_batch_size) as batches,
-            profile,
-        ):
-            self.clock.start()
-            for step in range(start + 1, steps + 1):
-                if profile.begins(step):
-                    self._look()
-                    profile.start()
-                signal = request.signal if several else 0
-                if signal not in flags:
-                    flags[signal] = self.programs.stop_flags(signal)
-                self.state, numbers = step_fn(self.state, self._place(next(batches), step), flags[signal])
-                self._look()  # at the step before, while this one runs
-                self._pending, self.done = (step, numbers), step
-                if not several:
-                    self.stop_signal = request.signal
-                self._look_at_checkpoint()
+        with profile:
+            while self.done < steps:
+                stream = rollback.Stream(train_data, self.history.rollbacks)
+                rows, size = self.placement.rows, cfg.train.global_batch_size
+                try:
+                    with data.prefetch(stream, self.done, rows, size) as batches:
+                        self._steps(step_fn, batches, request, profile)
+                except divergence.Diverged as diverged:
+                    self._roll_back(diverged)
 
-                validates = _due(step, cfg.eval.every_steps) and step < steps
-                saves = _due(step, cfg.checkpoint.every_steps) or step == steps or self.stop_signal
-                if validates or saves or profile.ends(step):
-                    self._look(hold=True)
-                    if profile.ends(step):
-                        profile.stop()
-                        self.console.phase(f"profile written to {profile.folder}")
-                    more = self._validate() if validates else {}
-                    if saves:
-                        self._save()
-                    if step < steps:  # the last line waits for `finish`
-                        self.write_line(**more)
-                    self.clock.start()
-                if self.stop_signal:
-                    self._stop()
+    def _steps(
+        self, step_fn: Callable[..., Any], batches: data.prefetch, request: StopRequest, profile: Profile
+    ) -> None:
+        cfg, steps = self.cfg, self.cfg.train.steps
+        several = jax.process_count() > 1
+        flags = {0: self.programs.stop_flags(0)}
+        self.clock.start()
+        for step in range(self.done + 1, steps + 1):
+            if profile.begins(step):
+                self._look()
+                profile.start()
+            signal = request.signal if several else 0
+            if signal not in flags:
+                flags[signal] = self.programs.stop_flags(signal)
+            self.state, numbers = step_fn(self.state, self._place(next(batches), step), flags[signal])
+            self._look()  # at the step before, while this one runs
+            self._pending, self.done = (step, numbers), step
+            if not several:
+                self.stop_signal = request.signal
+            self._look_at_checkpoint()
+
+            validates = _due(step, cfg.eval.every_steps) and step < steps
+            saves = _due(step, cfg.checkpoint.every_steps) or step == steps or self.stop_signal
+            if validates or saves or profile.ends(step):
+                self._look(hold=True)
+                if profile.ends(step):
+                    profile.stop()
+                    self.console.phase(f"profile written to {profile.folder}")
+                more = self._validate() if validates else {}
+                if saves:
+                    self._save()
+                if step < steps:  # the last line waits for `finish`
+                    self.write_line(**more)
+                self.clock.start()
+            if self.stop_signal:
+                self._stop()
 
     def _place(self, batch: dict[str, np.ndarray], step: int) -> dict[str, jax.Array]:
         feed.check_ids(batch, self.cfg.model.vocab_size, step)
@@ -224,7 +264,7 @@ class Training:
         """Waits for the pending step's numbers and writes them; with `hold` the line stays open for more
         values.
 
-        Raises UserError after train.max_bad_steps non-finite steps in a row.
+        Raises Diverged when they are one too many that are not good.
         """
         self.write_line()
         if self._pending is None:
@@ -236,7 +276,8 @@ class Training:
         if jax.process_count() > 1:
             self.stop_signal = int(got["stop"])
         logged = step == 1 or step == self.cfg.train.steps or _due(step, self.cfg.log.every_steps)
-        if logged or hold or self.bad_steps:
+        verdict = self.detector.observe(step, float(got["loss"]), self.bad_steps)
+        if logged or hold or self.detector.off:
             rate = self.clock.take()
             values = {name: float(got[name]) for name in ("loss", "grad_norm", "learning_rate")}
             values |= {"tokens_per_second": rate, "tflops_per_second": rate * self.device_flops / 1e12}
@@ -244,11 +285,19 @@ class Training:
             if peak:
                 values["mfu"] = rate * self.device_flops / peak
             values |= {"tokens": step * self.tokens_per_step, "skipped": int(got["skipped"])}
+            if self.detector.off and math.isfinite(self.detector.limit):
+                values |= {"off_band": self.detector.off, "band": self.detector.limit}
             self._line = (step, values)
             left = self.clock.seconds_per_step * (self.cfg.train.steps - step)
             self.console.progress(step, self.cfg.train.steps, values, left)
         if self.bad_steps:
-            self._skipped(step, got)
+            what = f"{self.programs.describe_numbers(got)} not finite"
+            self.console.text(f"step {step}: {what}; update skipped ({self.bad_steps} in a row)")
+            if verdict:
+                verdict.reason += f", the last of them step {step}: {what}"
+                verdict.about = self.programs.describe_parameters(self.state["params"])
+        if verdict:
+            raise verdict
         if not hold:
             self.write_line()
 
@@ -259,57 +308,69 @@ class Training:
             for writer in self.writers:
                 writer.write(step, {**values, **more})
 
-    def _skipped(self, step: int, got: dict[str, np.ndarray]) -> None:
-        """Says what was not finite in a step whose update was skipped. Raises UserError when it was one too
-        many."""
-        wrong = self.programs.backward_order(np.flatnonzero(~got["finite"]).tolist())
-        parts = [] if np.isfinite(got["loss"]) else ["the loss"]
-        if wrong:
-            first, groups = self.programs.describe_group(wrong[0]), len(got["finite"])
-            others = f" and of {len(wrong) - 1} of the other {groups - 1} groups" if len(wrong) > 1 else ""
-            if len(wrong) == groups:
-                others = f" and of all {groups - 1} other groups"
-            parts.append(f"the gradient of {first}{others}")
-        what = " and ".join(parts) or "the gradient norm"
-        self.console.text(f"step {step}: {what} not finite; update skipped ({self.bad_steps} in a row)")
-        if self.bad_steps < self.cfg.train.max_bad_steps:
-            return
+    def _event(self, step: int, **values: Any) -> None:
+        for writer in self.writers:
+            writer.write(step, values)
+
+    def _roll_back(self, found: divergence.Diverged) -> None:
+        """Goes back to the last good checkpoint. Raises UserError where that is off, or was done as often as it may
+        be."""
         self.write_line()
+        history, checkpoints, most = self.history, self.checkpoints, self.cfg.divergence.max_rollbacks
+        if checkpoints is None or not most:
+            self._give_up(found, "")
+        checkpoints.settle()
+        to = rollback.target(checkpoints.steps(), found.first, self.cfg.checkpoint.every_steps)
+        count = len(history.rollbacks)
+        if count >= most:
+            checkpoints.delete_after(to)  # else the next start would go on from what led here
+            self._give_up(found, f"rolled back {count} times already (config.divergence.max_rollbacks); ")
+        done = history.add(found.step, to, found.reason, checkpoints)
+        self._event(done.at, **done.event)
+        self.console.text(
+            f"step {done.at}: {done.reason}: back to {f'checkpoint {to}' if to else 'the initial state'}; batches "
+            f"{done.first_batch} to {done.next_batch - 1} of the data are skipped (roll-back {count + 1} of {most})"
+        )
+        self.restore()
+
+    def _give_up(self, found: divergence.Diverged, past: str) -> NoReturn:
+        self._event(found.step, event="stopped", reason=found.reason)
         self._plot()
-        finite, largest = self.programs.inspect(self.state["params"])
-        if finite.all():
-            at = int(np.argmax(largest))
-            where = self.programs.describe_group(at)
-            about = f"all parameters are finite, the largest in {where} ({largest[at]:.3g})"
-        else:
-            bad = [self.programs.describe_group(int(i)) for i in np.flatnonzero(~finite)]
-            about = f"the parameters of {bad[0]} are not finite" + (
-                f", nor {len(bad) - 1} more" if len(bad) > 1 else ""
-            )
         newest = self.checkpoints.steps() if self.checkpoints else []
         kept = f"checkpoint {newest[-1]} is kept" if newest else "no checkpoint was written"
-        raise UserError(
-            f"config.train.max_bad_steps: {self.bad_steps} steps in a row were not finite, the last of them "
-            f"step {step}: "
-            f"{what} not finite; {about}; {kept}; lower config.optimizer.learning_rate or look at that "
-            "sublayer"
-        )
+        about = f"{found.about}; " if found.about else ""
+        raise UserError(f"{found.where}: {found.reason}; {about}{kept}; {past}{found.advice}") from None
+
+    def _why_not_saved(self) -> str:
+        """What led here may be in the state: good checkpoints are not to be pushed out."""
+        if self.bad_steps:
+            return "it was not finite"
+        first = self.done + 1 - self.detector.off
+        last_words = self.stop_signal or self.done == self.cfg.train.steps
+        assert self.checkpoints
+        if first <= self.done and not last_words:
+            if rollback.loses_all(self.checkpoints.steps(), self.checkpoints.pushes_out(self.done), first):
+                return f"the loss left its band at step {first} and no checkpoint from before that would be left"
+        return ""
 
     def _save(self) -> None:
         """Starts a checkpoint of the state; for how long that held training up goes into the step's line."""
         if not self.checkpoints:
             return
         began = time.perf_counter()
-        if self.bad_steps:  # what led here may be in the state: do not push good checkpoints out
-            self.console.text(f"step {self.done}: not saved, as it was not finite")
+        if why := self._why_not_saved():
+            self.console.text(f"step {self.done}: not saved, as {why}")
+            self._event(self.done, event="not_saved", reason=why)
             return
         finite, _ = self.programs.inspect(self.state["params"])
         if not finite.all():
             bad = self.programs.describe_group(int(np.argmin(finite)))
-            newest = self.checkpoints.steps()
-            kept = f"checkpoint {newest[-1]} is kept: run the same command to go on from there" if newest else ""
-            raise UserError(f"step {self.done}: the parameters of {bad} are not finite and were not saved; {kept}")
-        self.checkpoints.save(self.done, self.state)
+            raise divergence.Diverged(
+                f"step {self.done}", self.done, self.done + 1 - self.detector.off,
+                f"the parameters of {bad} are not finite and were not saved", "lower config.optimizer.learning_rate",
+            )  # fmt: skip
+        record = {"detector": self.detector.record, "rollbacks": self.history.record}
+        self.checkpoints.save(self.done, self.state, record)
         self.write_failures()
         if self._line is not None:
             self._line[1]["checkpoint_seconds"] = time.perf_counter() - began
@@ -325,8 +386,7 @@ class Training:
     def write_failures(self) -> None:
         """Writes a line for each checkpoint that could not be written: at the step when that was known."""
         for step, reason in self.checkpoints.failures() if self.checkpoints else []:
-            for writer in self.writers:
-                writer.write(self.done, {"checkpoint_failed": step, "checkpoint_error": reason})
+            self._event(self.done, event="checkpoint_failed", checkpoint=step, reason=reason)
 
     def _end_checkpoints(self) -> None:
         """Waits for the last checkpoint; one that could not be written is tried once more. UserError if in vain."""
@@ -409,7 +469,7 @@ class Training:
 
     def _sample(self, train_data: Dataset) -> None:
         cfg, tokenizer = self.cfg, train_data.tokenizer
-        params = _on_one_device(self.state["params"])
+        params = on_one_device(self.state["params"])
         if not distributed.is_main():
             return
         ids = generate(
@@ -430,63 +490,13 @@ class Training:
             return
         title = f"{self.workdir.name}: {self.cfg.model.layout}"
         try:
-            metrics.plot(self.workdir / "metrics.jsonl", self.workdir / "loss.png", title)
+            plot(self.workdir / "metrics.jsonl", self.workdir / "loss.png", title)
         except ImportError:
             self.console.text("loss.png not drawn: matplotlib is not installed; run: pip install matplotlib")
 
 
-class _Profile:
-    """A jax.profiler trace of the steps "first:last", both included, or to the run's last step; used as a
-    context manager around the loop."""
-
-    def __init__(self, steps: str, last_of_run: int, folder: Path):
-        self._first, last = (int(part) for part in steps.split(":")) if steps else (-1, -1)
-        self._last = min(last, last_of_run)
-        self.folder = folder
-        self._running = False
-
-    def __enter__(self) -> _Profile:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.stop()
-
-    def begins(self, step: int) -> bool:
-        return step == self._first
-
-    def ends(self, step: int) -> bool:
-        return self._running and step == self._last
-
-    def start(self) -> None:
-        jax.profiler.start_trace(str(self.folder))
-        self._running = True
-
-    def stop(self) -> None:
-        if self._running:
-            jax.profiler.stop_trace()
-            self._running = False
-
-
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _on_one_device(params: Any) -> Any:
-    """The whole parameters as arrays of this process's first device. Every process of a run must call it."""
-    if jax.process_count() > 1 and not all(x.is_fully_replicated for x in jax.tree.leaves(params)):
-        from jax.experimental import multihost_utils
-
-        return multihost_utils.process_allgather(params, tiled=True)
-    return jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else jax.device_get(x), params)
-
-
-def _prompt(cfg: Config, train_data: Dataset) -> list[int]:
-    """The ids that the sample begins with. Raises UserError now, not after the run, if they cannot be had."""
-    if not cfg.eval.sample_tokens:
-        return []
-    tokenizer = train_data.tokenizer
-    # Nothing ever follows an end of document in training, so an empty prompt is a line's beginning.
-    return tokenizer.encode(cfg.eval.sample_prompt) or tokenizer.encode("\n") or [0]
 
 
 def _claim(folder: Path) -> tuple[str, IO[str] | None]:

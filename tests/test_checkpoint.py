@@ -461,6 +461,19 @@ def test_a_record_of_the_moment_is_found_again_and_newer_ones_can_be_deleted(tmp
         assert checkpoints.restore(_wanted())[2] == {**META, "moment": 1}
 
 
+def test_what_a_signal_saves_costs_no_scheduled_checkpoint(tmp_path):
+    with _open(tmp_path, keep=2, every=4) as checkpoints:
+        for step in (4, 8, 9, 10):
+            checkpoints.save(step, _state(float(step)))
+        checkpoints.wait()
+        assert checkpoints.steps() == [4, 8, 10]
+        assert checkpoints.pushes_out(12) == [4, 10]
+        checkpoints.save(12, _state(12.0))
+        checkpoints.wait()
+        assert checkpoints.steps() == [8, 12]
+    assert checkpoint.kept([3, 4, 6, 8, 9], keep=1, every=4, for_good=3) == [True, False, True, True, True]
+
+
 # ---- several processes ----
 
 _PROCESS = """

@@ -59,6 +59,18 @@ def test_the_table_shows_both_and_their_difference(tmp_path, capsys):
     assert "1,465,704" in out
 
 
+def test_what_was_rolled_back_is_left_out(tmp_path):
+    write_run(tmp_path, {1: 5.0, 2: 4.0, 3: 90.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        for line in (
+            {"step": 3, "event": "rollback", "to_step": 1},
+            {"step": 2, "loss": 3.9},
+            {"step": 3, "loss": 3.8},
+        ):
+            file.write(json.dumps(line) + "\n")
+    assert [(x["step"], x["loss"]) for x in compare.load_run(tmp_path)] == [(1, 5.0), (2, 3.9), (3, 3.8)]
+
+
 def test_a_run_with_other_steps_is_told_apart(tmp_path, capsys):
     write_run(tmp_path, {1: 12.0}, global_batch_size=8, sequence_length=128)
     compare.main([str(tmp_path), "--to", "kda_300m"])

@@ -230,29 +230,6 @@ def test_clock_of_one_step(monkeypatch):
     assert clock.take() == clock.take() == pytest.approx(200)
 
 
-def test_smoothing_is_a_weighted_mean_without_a_pull_to_zero():
-    assert metrics.smooth([5.0] * 10, 4) == pytest.approx([5.0] * 10)
-    assert metrics.smooth([1.0, 2.0, 3.0], 1.0) == [1.0, 2.0, 3.0]
-    assert metrics.smooth([0.0, 3.0], 2.0) == pytest.approx([0.0, 3.0 / 1.5])
-
-
 def test_short_numbers_and_durations():
     assert [metrics.short(x) for x in (950, 12_345, 4_560_000, 2.5e9)] == ["950", "12.3k", "4.56M", "2.5G"]
     assert [metrics.duration(s) for s in (9, 605, 3725, 90061)] == ["0:09", "10:05", "1:02:05", "1d 01:01:01"]
-
-
-def test_plot_is_drawn_from_the_file_also_with_gaps(tmp_path):
-    assert metrics.plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "empty") is False
-    writer = metrics.JsonlWriter(tmp_path / "metrics.jsonl")
-    for step in range(1, 121):
-        values = {"loss": 6 * step**-0.3, "learning_rate": 1e-3 * min(step / 10, 1.0)}
-        if step == 30:
-            values["loss"] = math.nan
-        if step % 40 == 0:
-            values |= {"validation_loss": 6.1 * step**-0.3, "ngram_loss": 1.8}
-        writer.write(step, values)
-    writer.close()
-    assert metrics.plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "a run") is True
-    image = (tmp_path / "loss.png").read_bytes()
-    assert image.startswith(b"\x89PNG") and len(image) > 20_000
-    assert not list(tmp_path.glob("*.tmp"))

@@ -300,6 +300,7 @@ def test_too_many_bad_steps_end_the_run_and_name_the_parameter_group(tmp_path, m
         tmp_path / "run",
         model__pattern="A-A-",
         train__max_bad_steps=3,
+        divergence__max_rollbacks=0,
         checkpoint__every_steps=1,
         train__steps=9,
     )
@@ -318,8 +319,10 @@ def test_too_many_bad_steps_end_the_run_and_name_the_parameter_group(tmp_path, m
     assert "config.train.max_bad_steps: 3 steps in a row were not finite" in text
     assert "the parameters of layers.0.mixer.o_proj.weight[0] (sublayer 0, 'A') are not finite" in text
     assert "no checkpoint was written" in text and "\n" not in text
-    lines = lines_of(tmp_path / "run")
+    lines, _ = metrics.course(lines_of(tmp_path / "run"))
     assert [line["step"] for line in lines] == [1, 2, 3]
+    events = [(line["step"], line["event"]) for line in lines_of(tmp_path / "run") if "event" in line]
+    assert events == [(1, "not_saved"), (2, "not_saved"), (3, "stopped")]
     assert lines[2]["loss"] is None and lines[2]["skipped"] == 3
     assert not [p for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()]
     assert "step 1: the loss and the gradient of" in capsys.readouterr().out
@@ -398,9 +401,9 @@ def test_checkpoints_that_cannot_be_written_do_not_end_the_run_until_they_are_to
     assert "checkpoint 2 could not be written: No space left on device; checkpoint 1 is kept (failure 1 in a row" in out
     assert "checkpoint 3 could not be written: No space left on device; checkpoint 1 is kept (failure 2 in a row" in out
     assert "trying once more to write checkpoint 6" in out
-    told = [line for line in lines_of(tmp_path) if "checkpoint_failed" in line]
-    assert [line["checkpoint_failed"] for line in told] == [2, 3, 6, 6]
-    assert all(line["checkpoint_error"] == "No space left on device" for line in told)
+    told = [line for line in lines_of(tmp_path) if line.get("event") == "checkpoint_failed"]
+    assert [line["checkpoint"] for line in told] == [2, 3, 6, 6]
+    assert all(line["reason"] == "No space left on device" for line in told)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "4", "5"]
 
     failing.clear()

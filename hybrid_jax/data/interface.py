@@ -48,9 +48,22 @@ class Documents(Protocol):
         ...
 
 
-class Dataset(Protocol):
+class Batches(Protocol):
     """Batches by index: row r of step s is a pure function of (seed, s, r), whoever asks for it and in which
     order."""
+
+    def batch(self, step: int, rows: Sequence[int], global_batch_size: int) -> dict[str, np.ndarray]:
+        """Rows of the global batch of a step.
+
+        Returns int32 arrays [len(rows), T]: `tokens`; `targets` (the next token, -1 where masked);
+        `segment_ids` (documents of a row count from 1; 0 is padding); `positions` (from 0 in each segment).
+        Raises ValueError for a row outside [0, global_batch_size) or a negative step.
+        """
+        ...
+
+
+class Dataset(Batches, Protocol):
+    """What a data source is: batches, and what there is to say about them."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -79,15 +92,6 @@ class Dataset(Protocol):
     @property
     def num_windows(self) -> int:
         """Windows of a pass over the split; 0 = endless."""
-        ...
-
-    def batch(self, step: int, rows: Sequence[int], global_batch_size: int) -> dict[str, np.ndarray]:
-        """Rows of the global batch of a step.
-
-        Returns int32 arrays [len(rows), T]: `tokens`; `targets` (the next token, -1 where masked);
-        `segment_ids` (documents of a row count from 1; 0 is padding); `positions` (from 0 in each segment).
-        Raises ValueError for a row outside [0, global_batch_size) or a negative step.
-        """
         ...
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_jax.data.interface import Dataset
+from hybrid_jax.data.interface import Batches
 
 _POLL_SECONDS = 0.1
 
@@ -22,7 +22,7 @@ class prefetch(Iterator[dict[str, np.ndarray]]):
     thread.
     """
 
-    def __init__(self, dataset: Dataset, start_step: int, rows: Sequence[int], global_batch_size: int, depth: int = 2):
+    def __init__(self, dataset: Batches, start_step: int, rows: Sequence[int], global_batch_size: int, depth: int = 2):
         if depth < 1:
             raise ValueError(f"depth {depth}: at least 1")
         self._ready: queue.Queue[dict[str, np.ndarray] | BaseException] = queue.Queue(depth)
@@ -66,7 +66,7 @@ class prefetch(Iterator[dict[str, np.ndarray]]):
 
 
 def _produce(
-    dataset: Dataset,
+    dataset: Batches,
     step: int,
     rows: list[int],
     global_batch_size: int,

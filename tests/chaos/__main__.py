@@ -33,7 +33,8 @@ class References:
 
     run: training.Reference
     store: preparing.Reference
-    nan: training.Reference | None = None
+    skipped: training.Reference | None = None
+    rolled_back: training.Reference | None = None
     two: training.Reference | None = None
 
 
@@ -66,7 +67,8 @@ def others() -> dict[str, Fault]:
     found["disk-run"] = lambda r, rng, trial: disk.under_a_run(r.run, rng, trial)
     found["disk-prepare"] = lambda r, rng, trial: disk.under_prepare(r.store, rng, trial)
     found["nan-memory"] = lambda r, rng, trial: nonfinite.in_memory(r.run, rng, trial)
-    found["nan-data"] = lambda r, rng, trial: nonfinite.in_data(_there(r.nan), rng, trial)
+    found["nan-skipped"] = lambda r, rng, trial: nonfinite.in_data(_there(r.skipped), rng, trial)
+    found["nan-rolled-back"] = lambda r, rng, trial: nonfinite.in_data(_there(r.rolled_back), rng, trial)
     for number in (signal.SIGKILL, signal.SIGSTOP):
         found[f"two-{number.name}"] = lambda r, rng, trial, n=number: several.one_goes(n, _there(r.two), rng, trial)
     return found
@@ -129,9 +131,12 @@ def make_references(folder: Path, options: argparse.Namespace) -> References:
     store = preparing.run_reference(base, base / "text")
     found = References(training.run_reference(base, store.prefix), store)
     wanted = (options.only or "").partition(":")[0]
-    if wanted == "nan-data" or (not wanted and options.rounds):
-        found.nan = nonfinite.run_reference(base, found.run)
-    if wanted.startswith("two-") or (not wanted and options.rounds):
+    every = not wanted and options.rounds > 0
+    if every or wanted == "nan-skipped":
+        found.skipped = nonfinite.run_reference(base, found.run, nonfinite.SKIPPED)
+    if every or wanted == "nan-rolled-back":
+        found.rolled_back = nonfinite.run_reference(base, found.run, nonfinite.ROLLED_BACK)
+    if every or wanted.startswith("two-"):
         found.two = several.run_reference(base, found.run)
     return found
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from tests.chaos import training
+from tests.chaos import outcome, training
 from tests.chaos.outcome import Trial, last_step
 from tests.chaos.training import LIMIT, workdir
 
 State = Any
 BAD_BATCHES = range(21, 24)  # of the training data, from 0
+SKIPPED, ROLLED_BACK = "--config.train.max_bad_steps=10", "--config.train.max_bad_steps=3"  # what they lead to
 _Call = Callable[[State], tuple[State, Any]]  # the compiled step, given the rest of its arguments
 
 
@@ -21,7 +22,11 @@ def in_memory(reference: training.Reference, rng: random.Random, trial: Trial) -
     """A parameter turns into NaN after a step: the run ends before it spoils a checkpoint."""
     at, since = rng.randint(1, training.STEPS - 1), len(trial.said())
     trainer = training.start(
-        reference.store, trial, "--config.train.max_bad_steps=3", before=lambda: _replace_step(glitch(at))
+        reference.store,
+        trial,
+        "--config.train.max_bad_steps=3",
+        "--config.divergence.max_rollbacks=0",  # it would go past data that are good
+        before=lambda: _replace_step(glitch(at)),
     )
     trainer.wait(LIMIT)
     trial.hit("NaN in a parameter", f"after step {at}, seen at {last_step(workdir(trial))}")
@@ -29,19 +34,23 @@ def in_memory(reference: training.Reference, rng: random.Random, trial: Trial) -
     training.finish_and_compare(reference, trial)
 
 
-def run_reference(folder: Path, one: training.Reference) -> training.Reference:
+def run_reference(folder: Path, one: training.Reference, leads_to: str) -> training.Reference:
     """The run whose data make NaN, without a kill."""
-    trial = Trial(folder / "nan")
+    trial = Trial(folder / f"nan-{leads_to[-1]}")
     trial.folder.mkdir()
-    training.finish(one.store, trial, before=spoil_data)
-    if trial.problems:
-        raise SystemExit(f"error: a run with bad batches fails: {trial.problems}; see {trial.out}")
-    return dataclasses.replace(one, folder=workdir(trial))
+    training.finish(one.store, trial, leads_to, before=spoil_data)
+    _, rollbacks = outcome.course(workdir(trial))
+    if trial.problems or len(rollbacks) != (leads_to == ROLLED_BACK):
+        raise SystemExit(
+            f"error: a run with bad batches: {trial.problems}, {len(rollbacks)} roll-backs; see {trial.out}"
+        )
+    return dataclasses.replace(one, folder=workdir(trial), overrides=(leads_to,), before=spoil_data)
 
 
 def in_data(reference: training.Reference, rng: random.Random, trial: Trial) -> None:
     """Batches whose loss is NaN whoever computes it, and kills: what is decided about them is decided again."""
-    training.kills(reference, rng, trial, "NaN in the data, and ", spoil_data)
+    what = "skipped" if SKIPPED in reference.overrides else "rolled back"
+    training.kills(reference, rng, trial, f"NaN in the data, {what}, and ")
 
 
 def glitch(at: int) -> Callable[[int, bytes, _Call, State], tuple[State, Any]]:

@@ -95,6 +95,19 @@ def metrics(workdir: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def course(workdir: Path) -> tuple[dict[int, list[dict[str, Any]]], list[dict[str, Any]]]:
+    """(lines of the steps that were not undone, by step; roll-backs)."""
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    rollbacks = []
+    for line in metrics(workdir):
+        if line.get("event") == "rollback":
+            rollbacks.append(line)
+            by_step = {step: lines for step, lines in by_step.items() if step <= line["to_step"]}
+        elif "event" not in line:
+            by_step.setdefault(line["step"], []).append(line)
+    return by_step, rollbacks
+
+
 def last_step(workdir: Path) -> int:
     return max((line["step"] for line in metrics(workdir)), default=0)
 
@@ -128,16 +141,21 @@ def _differences(workdir: Path, reference: Path) -> Iterator[str]:
         wrong = sorted(path for path in paths if want[step].get(path) != got[step].get(path))
         if wrong:
             yield f"checkpoint {step}: {len(wrong)} of {len(paths)} arrays differ, {wrong[0]} among them"
-    losses = [
-        {(line["step"], name, line[name]) for line in metrics(folder) for name in _METRICS if name in line}
-        for folder in (reference, workdir)
-    ]
-    if wrong := sorted(losses[0] ^ losses[1], key=str):
-        yield f"metrics.jsonl: {len(wrong)} values differ, {wrong[:3]} among them"
-    steps = [[line["step"] for line in metrics(folder) if "loss" in line] for folder in (reference, workdir)]
-    if steps[0] != steps[1]:
-        lost, twice = sorted({*steps[0]} - {*steps[1]}), sorted({s for s in steps[1] if steps[1].count(s) > 1})
-        yield f"metrics.jsonl: lines of steps {lost} are missing, of {twice} there more than once"
+    (ours, our_rollbacks), (theirs, their_rollbacks) = (course(folder) for folder in (workdir, reference))
+    if our_rollbacks != their_rollbacks:
+        yield f"roll-backs {our_rollbacks} instead of {their_rollbacks}"
+    if lost := sorted(theirs.keys() - ours.keys()):
+        yield f"metrics.jsonl: the lines of steps {lost} are missing"
+    if more := sorted(step for step, lines in ours.items() if step not in theirs or len(lines) > 1):
+        yield f"metrics.jsonl: the lines of steps {more} are there and should not be, or more than once"
+    for step in sorted(ours.keys() & theirs.keys()):
+        line, want = ours[step][0], theirs[step][0]
+        wrong = [
+            f"{name} {line.get(name)} not {want.get(name)}" for name in _METRICS if line.get(name) != want.get(name)
+        ]
+        if wrong:
+            yield f"metrics.jsonl: step {step}: {', '.join(wrong)}"
+            break
     if left := [os.fspath(p.relative_to(workdir)) for p in workdir.rglob("*") if "tmp" in p.name]:
         yield f"left behind: {left}"
 

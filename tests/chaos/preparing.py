@@ -139,9 +139,9 @@ def signals(number: signal.Signals, reference: Reference, rng: random.Random, tr
 
 def damaged_parts(how: str, reference: Reference, rng: random.Random, trial: Trial) -> None:
     """A file of the parts that a killed command left."""
+    folder, target = Path(f"{prefix(trial)}.parts"), rng.randint(2, 10)
     while True:
         run = start(reference.inputs, prefix(trial), trial.out, 1)
-        folder, target = Path(f"{prefix(trial)}.parts"), rng.randint(2, 10)
         run.wait(LIMIT, until=lambda: len([*folder.glob("[0-9]*.json")]) >= target)
         run.kill()
         files = [p for p in sorted(folder.glob("[0-9p]*")) if p.stat().st_size] if folder.is_dir() else []

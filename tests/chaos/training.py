@@ -25,6 +25,8 @@ class Reference:
     store: Path  # prefix of what it learned
     seconds: float
     operations: int  # on files
+    overrides: tuple[str, ...] = ()  # of its config
+    before: Callable[[], None] = lambda: None  # called first in each of its processes
 
 
 def start(store: Path, trial: Trial, *overrides: str, **named: Any) -> Process:
@@ -52,8 +54,8 @@ def finish(store: Path, trial: Trial, *overrides: str, **named: Any) -> Process:
     return trainer
 
 
-def finish_and_compare(reference: Reference, trial: Trial, *overrides: str, **named: Any) -> None:
-    trainer = finish(reference.store, trial, *overrides, **named)
+def finish_and_compare(reference: Reference, trial: Trial) -> None:
+    trainer = finish(reference.store, trial, *reference.overrides, before=reference.before)
     if trainer.code == 0:
         trial.problems += outcome.differences(workdir(trial), reference.folder)
     trial.expect(outcome.TRACEBACK not in trial.said(), "a traceback")
@@ -86,22 +88,16 @@ def run_reference(folder: Path, store: Path) -> Reference:
 # ---- SIGKILL ----
 
 
-def kills(
-    reference: Reference,
-    rng: random.Random,
-    trial: Trial,
-    named: str = "",
-    before: Callable[[], None] = lambda: None,
-) -> None:
-    """SIGKILL, up to MOST_KILLS times, each time in the run that goes on from the last. `before` is called in each of
-    its processes, and the table names the fault `named` SIGKILL ..."""
+def kills(reference: Reference, rng: random.Random, trial: Trial, named: str = "") -> None:
+    """SIGKILL, up to MOST_KILLS times, each time in the run that goes on from the last. The table names each fault
+    `named` SIGKILL ..."""
     for _ in range(rng.randint(1, MOST_KILLS)):
-        if not _killed(reference, rng, trial, named, before):
+        if not _killed(reference, rng, trial, named):
             break
-    finish_and_compare(reference, trial, before=before)
+    finish_and_compare(reference, trial)
 
 
-def _killed(reference: Reference, rng: random.Random, trial: Trial, named: str, before: Callable[[], None]) -> bool:
+def _killed(reference: Reference, rng: random.Random, trial: Trial, named: str) -> bool:
     folder, since, old = workdir(trial), len(trial.said()), set(being_written(workdir(trial)))
     moment = rng.choice(("clock", "step", "save", "file"))
     at, longest = rng.randint(1, reference.operations), rng.choice((0.0, 0.02, 0.1))
@@ -109,11 +105,11 @@ def _killed(reference: Reference, rng: random.Random, trial: Trial, named: str, 
     operations = FileOperations()
 
     def prepare() -> None:
-        before()
+        reference.before()
         if moment == "file":
             operations.install(folder, at)
 
-    trainer = start(reference.store, trial, before=prepare)
+    trainer = start(reference.store, trial, *reference.overrides, before=prepare)
 
     def training() -> bool:
         return "training: steps" in trial.said(since)

@@ -26,6 +26,7 @@ class Trial:
     problems: list[str] = dataclasses.field(default_factory=list)
     untried: list[str] = dataclasses.field(default_factory=list)  # what this machine does not allow
     story: list[str] = dataclasses.field(default_factory=list)
+    documents: tuple[int, int, int] = (0, 0, 0)  # of the store that was made: all, lost, duplicated
 
     def hit(self, fault: str, detail: str = "") -> None:
         self.faults.append(fault)

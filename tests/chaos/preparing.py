@@ -110,8 +110,9 @@ def finish_and_compare(reference: Reference, rng: random.Random, trial: Trial) -
         return
     trial.expect(process.session_ends(run.pid, 20), "workers go on 20 s after the store was whole")
     trial.problems += outcome.store_differences(prefix(trial), reference.prefix)
-    changes = outcome.document_changes(prefix(trial), DOCUMENTS)
-    trial.expect(changes == (0, 0), "{} documents lost, {} duplicated".format(*changes))
+    lost, twice = outcome.document_changes(prefix(trial), DOCUMENTS)
+    trial.documents = (DOCUMENTS, lost, twice)
+    trial.expect(not lost and not twice, f"{lost} documents lost, {twice} duplicated")
     trial.expect(outcome.TRACEBACK not in trial.said(), "a traceback")
 
 

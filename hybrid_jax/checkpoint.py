@@ -8,6 +8,7 @@ method, from its main thread.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import shutil
@@ -30,6 +31,7 @@ PyTree = Any
 _STATE = "state"
 _TEMPORARY = "orbax-checkpoint-tmp"  # in the name of a checkpoint that is being written
 _DAMAGED = ".damaged"  # after the name of one that was passed over
+_USABLE = 0.95  # of a device's memory: what is free lies in pieces
 _STALE = "stale"  # said of a list of checkpoints that is not what lies in the folder
 
 
@@ -80,6 +82,7 @@ class Checkpoints:
         self._failed = 0  # writes in a row
         self._lost: tuple[int, str] | None = None  # the newest write asked for, if it failed, and why
         self._write: pending.Write | None = None
+        self._copy: Callable[[PyTree], PyTree] | None = None
         self._abandoned = False
         self._opened = 0
         logging.getLogger("absl").addFilter(_not_of_orbax)
@@ -129,7 +132,8 @@ class Checkpoints:
         return sorted(step for step in self._whole if (self.folder / str(step)).is_dir())
 
     def pushes_out(self, step: int) -> list[int]:
-        """The checkpoints that one more, of `step`, would cost."""
+        """The checkpoints that one more, of `step`, would cost. Waits for the write in progress."""
+        self.settle()
         policy, steps = self._policy, [*self.steps(), step]
         stay = kept(steps, policy.keep, policy.every, policy.for_good)
         return [old for old, stays in zip(steps, stay, strict=True) if not stays]
@@ -137,11 +141,12 @@ class Checkpoints:
     # ---- writing -----------------------------------------------------------------
 
     def save(self, step: int, state: PyTree, record: Mapping[str, Any] | None = None) -> None:
-        """Starts writing; returns when `state` has been copied, so that it may be donated. Replaces nothing.
+        """Starts writing; returns when `state` may be donated. Replaces nothing.
 
-        At most one copy of a state is held: a save waits until the one before it has been written. A write that fails
-        is told by `failures`, and raises UserError only when it is one too many. `record`, JSON, is found again in the
-        meta that `restore` returns.
+        Where the devices have room for it, the state is copied there, and from there in the background; otherwise this
+        waits for the copy to the host. At most one copy of a state is held: a save waits until the one before it has
+        been written. A write that fails is told by `failures`, and raises UserError only when it is one too many.
+        `record`, JSON, is found again in the meta that `restore` returns.
         """
         self.settle()
         self._lost = None
@@ -154,16 +159,36 @@ class Checkpoints:
         if reason or step in self.steps():
             return
         meta = {**self.meta, **(record or {})}
-        self._write = pending.Write(step, meta, time.monotonic() + self.timeout_seconds)
-        try:
-            response = self._orbax.save_async(step, state, force=True, checkpointable_name=_STATE, custom_metadata=meta)
+        room = _fits_twice(state)
+        if room:
+            self.prepare(state)
+        held = self._copy(state) if room and self._copy else state
+        copied = threading.Event()
+
+        def start() -> Callable[[], Any]:
+            nonlocal held
+            try:
+                response = self._orbax.save_async(
+                    step, held, force=True, checkpointable_name=_STATE, custom_metadata=meta
+                )
+            finally:
+                held = None  # the host has it
+                copied.set()
             assert response is not None  # it is None for what the policy leaves out
-            self._write.result = response.result
-            threading.Thread(target=self._write.watch, daemon=True, name="checkpoint").start()
-        except Exception as error:  # orbax raises many kinds
-            self._write.error = error
-            self._write.done.set()
+            return response.result
+
+        self._write = pending.Write(step, meta, time.monotonic() + self.timeout_seconds, start)
+        threading.Thread(target=self._write.run, daemon=True, name="checkpoint").start()
+        if not room:
+            copied.wait()
         self.poll()
+
+    def prepare(self, state: PyTree) -> None:
+        """Compiles what `save` does with such a state, which the first one would wait for."""
+        if self._copy is None:
+            same = jax.tree.map(lambda x: x.sharding, state)
+            copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=same)
+            self._copy = copy.lower(state).compile()
 
     def _probe(self) -> str:
         """Why this process cannot write to the folder; "" if it can."""
@@ -401,6 +426,20 @@ def _unfinished(folder: Path) -> list[str]:
         return sorted(path.name for path in folder.iterdir() if _TEMPORARY in path.name)
     except OSError:
         return []
+
+
+def _fits_twice(state: PyTree) -> bool:
+    """Whether each of this process's devices has room for a second copy of its part of `state`, at the peak."""
+    size: dict[jax.Device, int] = collections.defaultdict(int)
+    for array in jax.tree.leaves(state):
+        for shard in array.addressable_shards:
+            size[shard.device] += shard.data.nbytes
+    for device, needed in size.items():
+        stats = device.memory_stats() or {}  # a CPU has none
+        limit = stats.get("bytes_limit", 0)
+        if limit and stats.get("peak_bytes_in_use", limit) + needed > _USABLE * limit:
+            return False
+    return True
 
 
 @jax.jit

@@ -12,23 +12,29 @@ from typing import Any
 
 @dataclasses.dataclass
 class Write:
-    """result: waits for it, and raises what went wrong; `watch` calls it in a thread, and `done` is set at the end.
+    """start: begins it and returns what waits for its end; `run` calls both in a thread, and `done` is set at the end.
     told: whether the error has been said."""
 
     step: int
     meta: dict[str, Any]
     deadline: float  # of time.monotonic()
-    result: Callable[[], Any] = lambda: None
+    start: Callable[[], Callable[[], Any]]
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     error: BaseException | None = None
     told: bool = False
 
-    def watch(self) -> None:
+    def run(self) -> None:
         try:
-            self.result()
+            wait = self.start()
+            self.start = _started  # it holds what is written
+            wait()
         except BaseException as error:
             self.error = error
         self.done.set()
+
+
+def _started() -> Any:
+    raise RuntimeError("started already")
 
 
 def joined(said: Mapping[int, str]) -> str:

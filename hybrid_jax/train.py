@@ -217,6 +217,7 @@ class Training:
         step_fn = self.programs.compile_step()
         if self.checkpoints:
             self.programs.inspect(self.state["params"])  # compiles what the first checkpoint would wait for
+            self.checkpoints.prepare(self.state)
         profile = Profile(cfg.train.profile_steps, steps, self.workdir / "profile")
         self.console.phase(f"training: steps {start + 1} to {steps}")
         request = self.request.listen()
@@ -362,7 +363,8 @@ class Training:
         last_words = self.stop_signal or self.done == self.cfg.train.steps
         assert self.checkpoints
         if first <= self.done and not last_words:
-            if rollback.loses_all(self.checkpoints.steps(), self.checkpoints.pushes_out(self.done), first):
+            lost = self.checkpoints.pushes_out(self.done)
+            if rollback.loses_all(self.checkpoints.steps(), lost, first):
                 return f"the loss left its band at step {first} and no checkpoint from before that would be left"
         return ""
 

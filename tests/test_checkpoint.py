@@ -94,6 +94,34 @@ def test_a_state_may_be_donated_right_after_save(tmp_path):
     assert float(state["w"][0]) == 20.0
 
 
+@pytest.mark.parametrize(("peak", "copies"), [(0, 1), (9_000_000, 0)])
+def test_a_state_is_copied_on_its_devices_where_they_have_room(tmp_path, monkeypatch, peak, copies):
+    stats = {"bytes_limit": 20_000_000, "peak_bytes_in_use": peak}
+    room = checkpoint._fits_twice
+
+    class Device:
+        def memory_stats(self):
+            return stats
+
+    class Shard:
+        data, device = jnp.zeros(3_000_000), Device()
+
+    class Array:
+        addressable_shards = (Shard,)
+
+    assert room([Array()]) == bool(copies)
+    monkeypatch.setattr(checkpoint, "_fits_twice", lambda state: room([Array()]))
+    state, made = {"w": jnp.arange(4.0)}, []
+    with _open(tmp_path) as checkpoints:
+        checkpoints.prepare(state)
+        copy = checkpoints._copy
+        monkeypatch.setattr(checkpoints, "_copy", lambda state: made.append(1) or copy(state))
+        checkpoints.save(1, state)
+        state["w"].delete()  # as a step that it is donated to does
+        checkpoints.wait()
+        assert len(made) == copies and checkpoints.steps() == [1]
+
+
 def test_a_half_written_checkpoint_is_ignored(tmp_path):
     _written(tmp_path)
     whole = (tmp_path / "4").rename(tmp_path / "5.orbax-checkpoint-tmp-1234")  # as a killed process leaves it

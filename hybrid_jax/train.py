@@ -509,6 +509,8 @@ class Training:
             plot(self.workdir / "metrics.jsonl", self.workdir / "loss.png", title)
         except ImportError:
             self.console.text("loss.png not drawn: matplotlib is not installed; run: pip install matplotlib")
+        except OSError as error:  # no reason to end otherwise than without the picture
+            self.console.text(f"loss.png not drawn: {error.strerror or error}")
 
 
 def _due(step: int, every: int) -> bool:

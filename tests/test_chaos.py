@@ -29,7 +29,7 @@ def _run(folder, loss=1.5, digest="a", extra=""):
 
 def test_what_differs_is_seen(tmp_path):
     want = _run(tmp_path / "want")
-    assert outcome.differences(_run(tmp_path / "same", extra='{"step": 2, "checkpoint_failed": 1}\n'), want) == []
+    assert outcome.differences(_run(tmp_path / "same", extra='{"step": 2, "event": "checkpoint_failed"}\n'), want) == []
     other = {"array": {"digest": "b"}, "loss": {"loss": 1.5000001}, "twice": {"extra": '{"step": 1, "loss": 2.0}\n'}}
     for name, named in other.items():
         assert len(outcome.differences(_run(tmp_path / name, **named), want)) == 1, name

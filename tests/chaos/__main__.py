@@ -238,10 +238,11 @@ def table(trials: list[Trial]) -> str:
         lines.append(f"| {fault} | {tries[fault]} | {tries[fault] - lost[fault]} | {lost[fault]} |")
     total, gone = tries.total(), lost.total()
     lines.append(f"| all | {total} | {total - gone} | {gone} |")
-    untried = collections.Counter(reason for trial in trials for reason in trial.untried)
-    lines += [
-        f"not tried: a full disk in {count} trials ({reason}); a limit instead" for reason, count in untried.items()
-    ]
+    stores = [trial.documents for trial in trials if trial.documents[0]]
+    documents, missing, twice = (sum(counts) for counts in zip(*stores, strict=True)) if stores else (0, 0, 0)
+    lines += ["", f"documents: {documents:,} in {len(stores)} stores; {missing} lost, {twice} duplicated"]
+    for reason, count in collections.Counter(reason for trial in trials for reason in trial.untried).items():
+        lines.append(f"not tried: a full disk, {count} times ({reason}); files had a limit of size instead")
     return "\n".join(lines)
 
 

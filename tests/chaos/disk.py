@@ -61,7 +61,8 @@ def under_a_run(reference: training.Reference, rng: random.Random, trial: Trial)
         trial.problems.append(f"on a full disk: still there after {LIMIT:.0f} s")
     if trainer.code != 0:
         trial.expect_error_line(trainer.code, since, str(workdir(trial)))
-    training.finish_and_compare(reference, trial)
+    # Threads of Orbax and tensorstore print tracebacks of their own about what they could not write.
+    training.finish_and_compare(reference, trial, since=len(trial.said()))
     _unmount(workdir(trial), trial)
 
 
@@ -73,7 +74,8 @@ def _limited_files(reference: training.Reference, rng: random.Random, trial: Tri
     trial.hit("a limit on file sizes under a run", f"{limit} bytes")
     if trainer.code != 0:
         trial.expect_error_line(trainer.code, since, str(workdir(trial)))
-    training.finish_and_compare(reference, trial)
+    # Threads of Orbax and tensorstore print tracebacks of their own about what they could not write.
+    training.finish_and_compare(reference, trial, since=len(trial.said()))
 
 
 def under_prepare(reference: preparing.Reference, rng: random.Random, trial: Trial) -> None:

@@ -54,11 +54,12 @@ def finish(store: Path, trial: Trial, *overrides: str, **named: Any) -> Process:
     return trainer
 
 
-def finish_and_compare(reference: Reference, trial: Trial) -> None:
+def finish_and_compare(reference: Reference, trial: Trial, since: int = 0) -> None:
+    """What was printed before `since` may hold tracebacks."""
     trainer = finish(reference.store, trial, *reference.overrides, before=reference.before)
     if trainer.code == 0:
         trial.problems += outcome.differences(workdir(trial), reference.folder)
-    trial.expect(outcome.TRACEBACK not in trial.said(), "a traceback")
+    trial.expect(outcome.TRACEBACK not in trial.said(since), "a traceback")
 
 
 def run_reference(folder: Path, store: Path) -> Reference:
@@ -268,7 +269,7 @@ def damaged_store(how: str, suffix: str, reference: Reference, rng: random.Rando
     since = len(trial.said())
     trainer = start(store, trial)
     trainer.wait(LIMIT)
-    trial.expect_error_line(trainer.code, since, "config.data" if how == "changed" else str(store))
+    trial.expect_error_line(trainer.code, since, f"config.data|{store}")
     path.write_bytes(Path(f"{reference.store}{suffix}").read_bytes())
     finish_and_compare(dataclasses.replace(reference, store=store), trial)
 

@@ -59,8 +59,9 @@ def under_a_run(reference: training.Reference, rng: random.Random, trial: Trial)
     if not trainer.wait(LIMIT):
         trainer.kill()
         trial.problems.append(f"on a full disk: still there after {LIMIT:.0f} s")
-    if trainer.code != 0:
-        trial.expect_error_line(trainer.code, since, str(workdir(trial)))
+    if trainer.code != 0:  # the line may stand within theirs
+        told = f"error: {workdir(trial)}" in trial.said(since)
+        trial.expect(trainer.code == 2 and told, f"on a full disk: exit code {trainer.code}, told: {told}")
     # Threads of Orbax and tensorstore print tracebacks of their own about what they could not write.
     training.finish_and_compare(reference, trial, since=len(trial.said()))
     _unmount(workdir(trial), trial)

@@ -37,13 +37,14 @@ TEST_GPU := $(VENV)/.$(GPU) $(VENV)/.test-base
 REBUILD := $(if $(shell $(VENV)/bin/python -c 'print("runs")' 2>/dev/null),,rebuild)
 endif
 
-.PHONY: help setup demo test test-gpu lint amd bench mutants clean rebuild
+.PHONY: help setup demo test test-gpu lint amd bench mutants chaos chaos-short clean rebuild
 help:
 	@echo "make setup     build $(VENV) with what a training run needs"
 	@echo "make demo      train a small hybrid model on this Python's own library: minutes on 2 CPU cores"
 	@echo "make test      the tests, on the CPU"
 	@echo "make test-gpu  the tests that need a GPU"
 	@echo "make mutants   plant fifteen faults, one at a time: each must make its test fail"
+	@echo "make chaos     200 kills and every other fault five times, at random; make chaos-short is 30 and one"
 	@echo "make lint      ruff, mypy, codespell"
 	@echo "make amd       compile every GPU kernel for AMD Instinct, on any machine"
 	@echo "make bench     time the kernels on this machine"
@@ -63,6 +64,12 @@ test-gpu: $(TEST_GPU)
 
 mutants: $(TEST)
 	@$(RUN) tests/mutants.py $(ARGS)
+
+chaos: $(TEST)
+	@$(RUN) -m tests.chaos --kills 200 --rounds 5 $(ARGS)
+
+chaos-short: $(TEST)
+	@$(RUN) -m tests.chaos --kills 30 --rounds 1 $(ARGS)
 
 lint: $(DEV)
 	@$(RUN) -m ruff check .

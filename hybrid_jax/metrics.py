@@ -6,6 +6,8 @@ k-th update, and a checkpoint k holds the state after it.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import math
@@ -14,7 +16,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from hybrid_jax.config import Config
 
 Values = Mapping[str, Any]
+_log = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
@@ -53,14 +56,39 @@ class JsonlWriter:
         scratch = path.with_suffix(".tmp")
         scratch.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(scratch, path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+        self._full = False
 
     def write(self, step: int, values: Values) -> None:
-        self._file.write(json.dumps({"step": step, **finite(values)}, allow_nan=False) + "\n")
-        self._file.flush()
+        """While the disk is full, lines wait in memory: no reason to end a run before its checkpoints need room."""
+        self._waiting += json.dumps({"step": step, **finite(values)}, allow_nan=False).encode() + b"\n"
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self._full = False
+        except OSError as error:
+            if not _is_full(error):
+                raise
+            if not self._full:
+                _log.warning("%s: %s; its lines wait for room", self._file.name, error.strerror)
+            self._full = True
 
     def close(self) -> None:
         self._file.close()
+
+
+def _is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def _unless_full() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not _is_full(error):
+            raise
 
 
 def _ends_a_part(line: Values) -> bool:
@@ -216,13 +244,13 @@ class Console:
             return
         self._clear()
         print(text, file=self.stream, flush=True)
-        if self._log:
-            print(text, file=self._log, flush=True)
+        self.record(text)
 
     def record(self, text: str) -> None:
-        """Keeps `text` in train.log alone."""
+        """Keeps `text` in train.log alone; what a full disk has no room for is left out."""
         if self._log:
-            print(text, file=self._log, flush=True)
+            with _unless_full():
+                print(text, file=self._log, flush=True)
 
     def handler(self) -> logging.Handler:
         """For Python's logging: what the package logs from INFO on stands among the other lines."""
@@ -254,8 +282,7 @@ class Console:
             text = f"step {step:>{len(str(steps))}}/{steps} {line}"
             if not self.bar:
                 print(text, file=self.stream, flush=True)
-            if self._log:
-                print(text, file=self._log, flush=True)
+            self.record(text)
             self._last_line = now
             self._lines += 1
 
@@ -267,7 +294,8 @@ class Console:
     def close(self) -> None:
         self._clear()
         if self._log:
-            self._log.close()
+            with _unless_full():
+                self._log.close()
 
 
 def progress_text(values: Values, seconds_left: float) -> str:

@@ -14,7 +14,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -125,7 +125,7 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
         _write(workdir / "config.json", json.dumps(config_lib.to_dict(cfg), indent=2) + "\n")
         if not training.done and not events and metrics.set_aside(workdir / "metrics.jsonl"):
             console.text("note: the metrics.jsonl of an earlier run is kept as metrics.jsonl.old")
-        training.writers = metrics.open_writers(cfg, workdir, training.done, events)
+        training.open_writers(events)
     with training.request:
         try:
             training.loop(train_data)
@@ -171,6 +171,7 @@ class Training:
         self.stop_signal = 0  # as agreed by all processes
         self._pending: tuple[int, dict[str, jax.Array]] | None = None  # a step's numbers, perhaps still being computed
         self._line: tuple[int, dict[str, Any]] | None = None  # a step's numbers, looked at but not written yet
+        self._saved_line: dict[str, Any] = {}  # that of the restored step, out of its checkpoint
         self._evaluate: Any = None
 
     # ---- the state ---------------------------------------------------------------
@@ -188,11 +189,21 @@ class Training:
             self.console.phase("drawing the initial parameters")
             with jax.set_mesh(self.programs.mesh):
                 self.state, self.done = self.programs.init(self.cfg.train.seed), 0
+        self._saved_line = (saved or {}).get("line", {})
         # Losses of another model or other data say nothing about those to come.
         self.detector.resume(saved.get("detector", {}) if saved and not changes else {})
         self.bad_steps = 0
         if not self.history.resume(saved):
             self.console.text(f"note: the roll-backs in {self.history.path} were of a run that is gone")
+
+    def open_writers(self, rollbacks: Sequence[tuple[int, metrics.Values]]) -> None:
+        """In process 0. A run may end between a checkpoint and that step's line, or before the last line is complete:
+        then the line comes out of the checkpoint."""
+        lines, _ = metrics.course(metrics.read_jsonl(self.workdir / "metrics.jsonl"))
+        keep_to, last = self.done, self.done >= self.cfg.train.steps
+        if self._saved_line and (last or self.done not in [line["step"] for line in lines]):
+            self._line, keep_to = (self.done, self._saved_line), self.done - last
+        self.writers = metrics.open_writers(self.cfg, self.workdir, keep_to, rollbacks)
 
     # ---- the loop ----------------------------------------------------------------
 
@@ -248,11 +259,13 @@ class Training:
                 if profile.ends(step):
                     profile.stop()
                     self.console.phase(f"profile written to {profile.folder}")
-                more = self._validate() if validates else {}
+                assert self._line
+                if validates:
+                    self._line[1].update(self._validate())
                 if saves:
                     self._save()
                 if step < steps:  # the last line waits for `finish`
-                    self.write_line(**more)
+                    self.write_line()
                 self.clock.start()
             if self.stop_signal:
                 self._stop()
@@ -371,7 +384,8 @@ class Training:
                 f"step {self.done}", self.done, self.done + 1 - self.detector.off,
                 f"the parameters of {bad} are not finite and were not saved", "lower config.optimizer.learning_rate",
             )  # fmt: skip
-        record = {"detector": self.detector.record, "rollbacks": self.history.record}
+        line = metrics.finite(self._line[1]) if self._line else {}
+        record = {"detector": self.detector.record, "rollbacks": self.history.record, "line": line}
         self.checkpoints.save(self.done, self.state, record)
         self.write_failures()
         if self._line is not None:
@@ -495,6 +509,8 @@ class Training:
             plot(self.workdir / "metrics.jsonl", self.workdir / "loss.png", title)
         except ImportError:
             self.console.text("loss.png not drawn: matplotlib is not installed; run: pip install matplotlib")
+        except OSError as error:  # no reason to end otherwise than without the picture
+            self.console.text(f"loss.png not drawn: {error.strerror or error}")
 
 
 def _due(step: int, every: int) -> bool:

@@ -3,8 +3,10 @@
 import io
 import json
 import math
+import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +69,35 @@ def test_tensorboard_events_can_be_read_back(tmp_path):
         data = data[16 + length :]
     assert found["loss"] == (3, 2.5)
     assert set(found) == set(VALUES)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_lines_wait_while_the_disk_is_full(tmp_path, monkeypatch, caplog):
+    writer = metrics.JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.write(1, VALUES)
+    with monkeypatch.context() as patch, open("/dev/full", "wb", buffering=0) as full:
+        patch.setattr(writer, "_file", full)
+        writer.write(2, VALUES)
+        writer.write(3, VALUES)
+    assert [line["step"] for line in metrics.read_jsonl(tmp_path / "metrics.jsonl")] == [1]
+    assert len(caplog.records) == 1 and "No space left on device; its lines wait" in caplog.text
+    writer.write(4, VALUES)
+    writer.close()
+    assert [line["step"] for line in metrics.read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    writer = metrics.JsonlWriter(tmp_path / "metrics.jsonl", 4)
+    writer.close()
+    with pytest.raises(ValueError):  # another fault is not swallowed
+        writer.write(5, VALUES)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_console_goes_on_while_the_disk_is_full():
+    stream = io.StringIO()
+    console = metrics.Console(Path("/dev/full"), stream)
+    console.text("one")
+    console.progress(1, 2, VALUES, math.nan)
+    console.close()
+    assert "one" in stream.getvalue() and "loss 2.5" in stream.getvalue()
 
 
 @pytest.mark.parametrize(("module", "key"), [("tensorboardX", "tensorboard"), ("wandb", "wandb")])

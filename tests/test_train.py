@@ -1,6 +1,7 @@
 """The training run: accumulation, skipped updates, resuming, signals, and what lies in its folder
 afterwards."""
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -252,6 +253,26 @@ def test_forty_steps_equal_a_stopped_and_resumed_run_bit_for_bit(tmp_path, monke
 
     with pytest.raises(UserError, match=r"params\.embed\.weight is float32\[64, 16\] but this config needs"):
         train.run(tiny_config(tmp_path / "cut", train__steps=41, model__pattern=EVERY_KIND, model__vocab_size=66))
+
+
+def test_the_line_of_a_checkpoint_is_written_again_if_a_kill_lost_it(tmp_path):
+    cfg = tiny_config(
+        tmp_path, train__steps=4, model__pattern="A-", eval__batches=1, eval__every_steps=2, checkpoint__every_steps=4
+    )
+    train.run(cfg)
+    path = tmp_path / "metrics.jsonl"
+    first, last = path.read_text().splitlines(keepends=True)[:3], lines_of(tmp_path)[-1]
+    no_validation = json.dumps({k: v for k, v in last.items() if "validation" not in k}) + "\n"
+    # Killed before the line; ended before its validation; killed before the line, and then to go on.
+    for left, steps in (("", 4), (no_validation, 4), ("", 6)):
+        path.write_text("".join(first) + left)
+        train.run(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=steps)))
+        got = lines_of(tmp_path)
+        assert [line["step"] for line in got] == list(range(1, steps + 1))
+        for name in ("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second"):
+            assert got[3][name] == last[name]
+        assert got[3].get("validation_loss") == (last["validation_loss"] if steps == 4 else None)
+        assert got[-1]["validation_loss"] > 0
 
 
 def test_a_run_on_text_leaves_everything_in_its_folder(tmp_path, capsys):

@@ -4,11 +4,13 @@ A part is three files of a folder:
 
     NNNNNN.bin      ids of the part's documents, end to end
     NNNNNN.sizes    int64 [documents, 2]: tokens and UTF-8 bytes of each
-    NNNNNN.json     counts; the last one written, so the part is whole when it is there
+    NNNNNN.json     counts, and a digest of them and of the other files; the last one written, so the part is whole
+                    when it is there
 """
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import multiprocessing
 import os
@@ -31,6 +33,7 @@ from hybrid_jax.errors import UserError
 CALL_CHARACTERS = 2**20  # encoded at once
 _LONGEST = 2**31 - 1  # tokens of a document of a store
 _JOIN_TOKENS = 2**22  # copied at once
+_DIGEST_BYTES = 2**20  # read at once
 COUNTS = ("documents", "tokens", "text_bytes", "empty", "replaced")
 
 
@@ -83,7 +86,7 @@ def make_part(job: Job, number: int, spans: Sequence[Span], encode: Callable, re
     counts = (len(ids.sizes) // 2, ids.tokens, sum(ids.sizes[1::2]), ids.empty, reader.replaced)
     stats = dict(zip(COUNTS, counts, strict=True))
     with whole_file(stem.with_suffix(".json")) as file:
-        file.write(json.dumps(stats).encode())
+        file.write(json.dumps({**stats, "digest": _digest(stem, stats)}).encode())
     return stats
 
 
@@ -135,16 +138,24 @@ class _Ids:
             raise UserError(f"{path}: has a document of over {_LONGEST} tokens; cut it in parts")
 
 
-def whole_part(folder: Path, number: int, itemsize: int) -> dict[str, int] | None:
-    """Its counts; None if it is not there or its files do not fit each other."""
+def whole_part(folder: Path, number: int) -> dict[str, int] | None:
+    """Its counts; None if it is not there, or not as it was written. Reads all of it."""
     stem = folder / f"{number:06d}"
     try:
-        stats = json.loads(stem.with_suffix(".json").read_bytes())
-        sizes = {".bin": stats["tokens"] * itemsize, ".sizes": stats["documents"] * 16}
-        whole = all(stem.with_suffix(suffix).stat().st_size == size for suffix, size in sizes.items())
+        written = json.loads(stem.with_suffix(".json").read_bytes())
+        stats = {name: written[name] for name in COUNTS}
+        return stats if written["digest"] == _digest(stem, stats) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return stats if whole else None
+
+
+def _digest(stem: Path, stats: dict[str, int]) -> str:
+    digest = hashlib.blake2b(json.dumps(stats).encode(), digest_size=16)
+    for suffix in (".bin", ".sizes"):
+        with stem.with_suffix(suffix).open("rb") as file:
+            while piece := file.read(_DIGEST_BYTES):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager

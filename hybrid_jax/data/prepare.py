@@ -178,7 +178,7 @@ def _run(
             file.write(json.dumps(plan).encode())
     _clear_scratch(folder)
     parts = cut(files, plan["part_bytes"])
-    found = {n: whole_part(folder, n, vocab.dtype.itemsize) for n in range(len(parts))} if _parts_there(folder) else {}
+    found = {n: whole_part(folder, n) for n in range(len(parts))} if _parts_there(folder) else {}
     whole = {number: stats for number, stats in found.items() if stats}
     if whole:
         print(f"prepare: {len(whole)} of {len(parts)} parts are whole already", file=sys.stderr)

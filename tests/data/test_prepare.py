@@ -18,6 +18,7 @@ import tokenizers
 from hybrid_jax import data
 from hybrid_jax.config import DataConfig
 from hybrid_jax.data import documents, prepare
+from hybrid_jax.data import parts as parts_lib
 from hybrid_jax.data.store import StoreReader
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -302,14 +303,18 @@ def test_killed_in_the_middle_goes_on_where_it_was(tmp_path, bpe_file, large, wo
     parts = tmp_path / "store.parts"
     kept = sorted(p for p in parts.glob("*.json") if p.stem.isdigit())
 
-    # A part that is whole is not made again: one that was altered reaches the store.
+    # A part that is whole is not made again: one that was altered, with its digest, reaches the store.
     shutil.copytree(parts, tmp_path / "altered.parts")
     first = np.fromfile(tmp_path / "altered.parts" / "000000.bin", "<u2")
     first[0] = 499 if first[0] != 499 else 498
     first.tofile(tmp_path / "altered.parts" / "000000.bin")
-    # One that does not fit its counts is.
-    with (parts / kept[-1].name).with_suffix(".bin").open("ab") as file:
-        file.write(b"xx")
+    record = tmp_path / "altered.parts" / "000000.json"
+    counts = {name: count for name, count in json.loads(record.read_bytes()).items() if name != "digest"}
+    digest = parts_lib._digest(record.with_suffix(""), counts)
+    record.write_text(json.dumps({**counts, "digest": digest}))
+    # One that is not as it was written is.
+    with (parts / kept[-1].name).with_suffix(".bin").open("r+b") as file:
+        file.write(b"\xff")
     for name in ("store", "altered"):
         again = start(*common, "--output", tmp_path / name)
         _, error = again.communicate()
@@ -365,6 +370,19 @@ def unfinished(tmp_path, monkeypatch):
     assert run(*arguments) == 2
     assert (tmp_path / "store.parts" / "000001.json").exists()
     return arguments
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".sizes", ".json"])
+def test_a_part_of_which_a_byte_changed_is_made_again(tmp_path, unfinished, capsys, suffix):
+    path = tmp_path / "store.parts" / f"000001{suffix}"
+    content = path.read_bytes()
+    # A digit of a count, or the lowest byte of an id or a size.
+    at = content.index(b'"text_bytes": ') + len('"text_bytes": ') if suffix == ".json" else 0
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    capsys.readouterr()
+    assert run(*unfinished) == 2
+    assert "prepare: 1 of 3 parts are whole already" in capsys.readouterr().err
+    assert path.read_bytes() == content
 
 
 def test_other_options_are_refused(tmp_path, unfinished, bpe_file, capsys):

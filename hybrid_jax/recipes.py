@@ -60,9 +60,8 @@ def family_8b() -> ml_collections.ConfigDict:
 
 
 def fineweb_edu(sample: str, tokenizer: str = "llama-3/tokenizer.json") -> str:
-    """Arguments of hybrid_jax.data.prepare that make a recipe's store of a folder of HuggingFaceFW/fineweb-edu, as it
-    is downloaded."""
-    return f"--input fineweb-edu/sample/{sample} --tokenizer {tokenizer}"
+    """Arguments of hybrid_jax.data.prepare that make a recipe's store of a sample of HuggingFaceFW/fineweb-edu."""
+    return f"--dataset HuggingFaceFW/fineweb-edu:sample-{sample} --tokenizer {tokenizer}"
 
 
 def finish(config: ml_collections.ConfigDict, variant: str) -> ml_collections.ConfigDict:

@@ -382,7 +382,7 @@ def test_a_smoke_variant_is_the_same_model_in_a_few_small_steps(name):
         sample = (
             "10BT" if full.train.steps * full.train.global_batch_size * full.train.sequence_length < 2e10 else "100BT"
         )
-        assert full.data.prepare.startswith(f"--input fineweb-edu/sample/{sample} --tokenizer ")
+        assert full.data.prepare.startswith(f"--dataset HuggingFaceFW/fineweb-edu:sample-{sample} --tokenizer ")
 
 
 # (steps, rows, length, peak, minimum, warm-up, weight decay)

@@ -143,6 +143,16 @@ class Reader:
                         yield pieces(self._text(span, before, raw, stream))
         self.bytes_read = before + span.end - span.start
 
+    def rows(self, part: Any) -> Iterator[Iterable[str]]:
+        """As `documents`, of a hub.Rows."""
+        for number, value in enumerate(part.values, part.first + 1):
+            try:
+                text = self._value({self.text_field: value})
+            except ValueError as error:
+                raise UserError(f"{part.path}: row {number}: {error}") from None
+            self.bytes_read += len(text.encode())
+            yield pieces([text])
+
     def _text(self, span: Span, before: int, raw: BinaryIO, stream: BinaryIO) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")()
         first, block = True, b"-"

@@ -5,10 +5,8 @@ documents, tokens           of the store; tokens count the end-of-document ids
 text_bytes                  UTF-8 bytes of its documents
 empty, replaced             documents left out without a token; with bytes that are no UTF-8, replaced
 dtype                       of PREFIX.bin
-bin_blake2b, idx_blake2b    of the two files, 16 bytes each
-split                       "train", or "validation" for what --validation_fraction held out
-tokenizer                   name (--tokenizer), file (beside this one, null for bytes), sha256 of it, vocab_size,
-                            end_of_document (null if it has none), bytes_per_token
+tokenizer                   name (--tokenizer), sha256 of PREFIX.tokenizer.json beside this file (there is none for
+                            "bytes"), vocab_size, end_of_document (null if it has none), bytes_per_token
 options, sources            what was asked for, and the input: path, bytes and digest of each file or data set
 """
 

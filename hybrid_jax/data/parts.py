@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hybrid_jax.data.documents import Reader, Span
+from hybrid_jax.data.hub import Rows
 from hybrid_jax.data.store import StoreWriter
 from hybrid_jax.data.vocabulary import Vocabulary
 from hybrid_jax.errors import UserError
@@ -51,7 +52,9 @@ class Job:
     max_tokens: int | None
 
 
-def make_part(job: Job, number: int, spans: Sequence[Span], encode: Callable, report: Callable) -> dict[str, int]:
+def make_part(
+    job: Job, number: int, spans: Sequence[Span | Rows], encode: Callable, report: Callable
+) -> dict[str, Any]:
     """Writes the part and returns its counts. report(bytes read, tokens made) is called as it goes on.
 
     A part is left at a document once it alone holds more than max_tokens. Raises UserError for what cannot be read
@@ -70,7 +73,8 @@ def make_part(job: Job, number: int, spans: Sequence[Span], encode: Callable, re
             read, made = reader.bytes_read, ids.tokens + ids.length
 
         for span in spans:
-            for document in reader.documents(span):
+            documents = reader.rows(span) if isinstance(span, Rows) else reader.documents(span)
+            for document in documents:
                 for piece in document:
                     ids.add(piece)
                     if ids.weight >= CALL_CHARACTERS:
@@ -84,7 +88,9 @@ def make_part(job: Job, number: int, spans: Sequence[Span], encode: Callable, re
     with whole_file(stem.with_suffix(".sizes")) as file:
         file.write(np.asarray(ids.sizes, "<i8").tobytes())
     counts = (len(ids.sizes) // 2, ids.tokens, sum(ids.sizes[1::2]), ids.empty, reader.replaced)
-    stats = dict(zip(COUNTS, counts, strict=True))
+    stats: dict[str, Any] = dict(zip(COUNTS, counts, strict=True))
+    if isinstance(spans[-1], Rows):
+        stats["after"] = spans[-1].after
     with whole_file(stem.with_suffix(".json")) as file:
         file.write(json.dumps({**stats, "digest": _digest(stem, stats)}).encode())
     return stats
@@ -222,11 +228,16 @@ def join(folder: Path, parts: Sequence[dict[str, int]], vocab: Vocabulary, max_t
 
 
 def make_parts(
-    job: Job, parts: Sequence[Sequence[Span]], stats: dict[int, dict[str, int]], workers: int, progress: Any
-) -> list[dict[str, int]]:
-    """The counts of all parts in order, or of the first ones that hold max_tokens. `stats`: of those that are whole
-    already, by number; it is filled."""
-    missing = iter([n for n in range(len(parts)) if n not in stats])
+    job: Job,
+    missing: Iterator[tuple[int, Sequence[Span | Rows]]],
+    stats: dict[int, dict[str, Any]],
+    workers: int,
+    progress: Any,
+) -> list[dict[str, Any]]:
+    """The counts of all parts in order, or of the first ones that hold max_tokens.
+
+    missing: number and spans of each part to make. stats: of those that are whole already, by number; it is filled.
+    """
 
     def enough() -> bool:
         return job.max_tokens is not None and sum(s["tokens"] for s in _leading(stats)) >= job.max_tokens
@@ -234,8 +245,8 @@ def make_parts(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # here and in the workers: a core each
     if workers == 1:
         encode = job.vocabulary.encoder()
-        while not enough() and (number := next(missing, None)) is not None:
-            stats[number] = make_part(job, number, parts[number], encode, progress.add)
+        while not enough() and (part := next(missing, None)) is not None:
+            stats[part[0]] = make_part(job, *part, encode, progress.add)
         return _leading(stats)
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     counts = context.Array("q", 2)
@@ -244,9 +255,9 @@ def make_parts(
     running: dict[futures.Future, int] = {}
     try:
         while not enough():
-            while len(running) < 2 * workers and (number := next(missing, None)) is not None:
+            while len(running) < 2 * workers and (part := next(missing, None)) is not None:
                 with _interrupts_held():
-                    running[pool.submit(_work, number, parts[number])] = number
+                    running[pool.submit(_work, *part)] = part[0]
             if not running:
                 break
             done, _ = futures.wait(running, timeout=0.2, return_when=futures.FIRST_COMPLETED)
@@ -289,7 +300,7 @@ def _start_worker(job: Job, counts: Any, ended: Any) -> None:
     _worker.update(job=job, encode=job.vocabulary.encoder(), report=report)
 
 
-def _work(number: int, spans: Sequence[Span]) -> dict[str, int]:
+def _work(number: int, spans: Sequence[Span | Rows]) -> dict[str, Any]:
     return make_part(_worker["job"], number, spans, _worker["encode"], _worker["report"])
 
 

@@ -2,7 +2,8 @@
 
 Writes PREFIX.bin and PREFIX.idx (see hybrid_jax.data.store) and PREFIX.json, which says what they were made from.
 The input is cut into parts; whole ones lie in PREFIX.parts/ until all are there and joined, so that a command that was
-ended can be given again and goes on:
+ended can be given again and goes on; --dataset streams a data set of the Hugging Face hub in their place (see
+hybrid_jax.data.hub):
 
     plan.json       what was asked for, and the input files
     NNNNNN.*        parts, see hybrid_jax.data.parts
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hybrid_jax.data.documents import ACCEPTED, Source, cut, find, sources
+from hybrid_jax.data.hub import Stream, missing_parts
 from hybrid_jax.data.manifest import FORMAT, VERSION, tokenizer_path
 from hybrid_jax.data.parts import Job, NoStore, join, make_parts, whole_file, whole_part
 from hybrid_jax.data.vocabulary import Vocabulary, vocabulary
@@ -36,7 +39,7 @@ class Progress:
 
     def __init__(self, total_bytes: int, whole: dict[int, dict[str, int]], whole_bytes: int, limit: int | None):
         self._stream: TextIO = sys.stderr
-        self._total, self._limit = max(total_bytes, 1), limit
+        self._total, self._limit = total_bytes or math.inf, limit  # 0: not known
         self._bytes, self._tokens = whole_bytes, sum(stats["tokens"] for stats in whole.values())
         self._read = self._made = 0
         self._first = self._share()
@@ -128,7 +131,11 @@ def run(options: argparse.Namespace) -> int:
     outputs = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx", ".json")]
     folder = Path(f"{prefix}.parts")
     vocab = vocabulary(options.tokenizer, options.eod_token, options.append_eod)
-    plan = make_plan(options, vocab, files := sources(find(options.input)))
+    if (options.input is None) == (options.dataset is None):
+        raise UserError("--input: give it or --dataset, one of the two")
+    stream = Stream(options.dataset, options.split) if options.dataset else None
+    files = [stream.source] if stream else sources(find(options.input))
+    plan = make_plan(options, vocab, files)
     if not options.overwrite and not (folder / "plan.json").exists():
         there = [path for path in outputs if path.exists()]
         old = _read_json(outputs[2])
@@ -140,7 +147,7 @@ def run(options: argparse.Namespace) -> int:
             raise UserError(f"--output: {there[0]} is there already; name another, or --overwrite replaces it")
     with _locked(folder):
         try:
-            return _run(options, prefix, folder, outputs, vocab, plan, files)
+            return _run(options, prefix, folder, outputs, vocab, plan, files, stream)
         except (UserError, KeyboardInterrupt, OSError) as error:
             kept = 0 if isinstance(error, NoStore) else _parts_there(folder)
             _clear_scratch(folder)  # of workers that were ended
@@ -166,6 +173,7 @@ def _run(
     vocab: Vocabulary,
     plan: dict[str, Any],
     files: Sequence[Source],
+    stream: Stream | None,
 ) -> int:
     if options.overwrite:
         _clear(folder, keep_lock=True)
@@ -177,17 +185,26 @@ def _run(
         with whole_file(folder / "plan.json") as file:
             file.write(json.dumps(plan).encode())
     _clear_scratch(folder)
-    parts = cut(files, plan["part_bytes"])
-    found = {n: whole_part(folder, n) for n in range(len(parts))} if _parts_there(folder) else {}
+    parts = [] if stream else cut(files, plan["part_bytes"])
+    there = sorted(int(path.stem) for path in folder.glob("*.json") if path.stem.isdigit())
+    found = {number: whole_part(folder, number) for number in there}
     whole = {number: stats for number, stats in found.items() if stats}
     if whole:
-        print(f"prepare: {len(whole)} of {len(parts)} parts are whole already", file=sys.stderr)
-    whole_bytes = sum(span.end - span.start for number in whole for span in parts[number])
+        print(f"prepare: {len(whole)}{f' of {len(parts)}' * bool(parts)} parts are whole already", file=sys.stderr)
+    if stream:
+        whole_bytes = sum(stats["text_bytes"] for stats in whole.values())
+        missing: Iterator[tuple[int, Sequence[Any]]] = missing_parts(
+            stream, options.text_field, plan["part_bytes"], whole
+        )
+    else:
+        whole_bytes = sum(span.end - span.start for number in whole for span in parts[number])
+        missing = iter([(number, spans) for number, spans in enumerate(parts) if number not in whole])
     progress = Progress(sum(file.size for file in files), whole, whole_bytes, options.max_tokens)
     job = Job(str(folder), vocab, options.text_field, options.append_eod, options.max_tokens)
-    workers = min(options.workers or _cores(), max(len(parts) - len(whole), 1))
+    workers = options.workers or _cores()
+    workers = workers if stream else min(workers, max(len(parts) - len(whole), 1))
     try:
-        made = make_parts(job, parts, whole, workers, progress)
+        made = make_parts(job, missing, whole, workers, progress)
     finally:
         progress.close()
     if len(made) > 1:
@@ -196,7 +213,7 @@ def _run(
     del plan["part_bytes"]
     plan["tokenizer"]["bytes_per_token"] = counts["text_bytes"] / counts["tokens"]
     manifest = {"format": FORMAT, **counts, "dtype": vocab.dtype.name, **plan}
-    for path in outputs[1:]:  # of an older store: a pair that does not fit must not stand there
+    for path in (*outputs[1:], Path(f"{prefix}.mask.bin")):  # of an older store: what does not fit must not stand there
         path.unlink(missing_ok=True)
     os.replace(folder / "joined.bin", outputs[0])
     os.replace(folder / "joined.idx", outputs[1])
@@ -225,7 +242,9 @@ def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code: 2 for a mistake of the user, 130 for Ctrl-C."""
     parser = _Parser("python -m hybrid_jax.data.prepare", description=__doc__.split("\n", 1)[0])  # type: ignore[union-attr]
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help=f"files, folders or globs ({ACCEPTED})")
+    add("--input", nargs="+", metavar="PATH", help=f"files, folders or globs ({ACCEPTED})")
+    add("--dataset", metavar="NAME[:CONFIG]", help="of the Hugging Face hub, streamed (pip install datasets)")
+    add("--split", default="train", metavar="NAME", help="of --dataset (default: train)")
     add("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
     add("--tokenizer", default="bytes", help="bytes, a tokenizer.json or a folder with one (default: bytes)")
     add("--text_field", default="text", metavar="NAME", help="of .jsonl and .parquet (default: text)")

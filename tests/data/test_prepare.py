@@ -436,7 +436,10 @@ def test_a_store_that_is_there(tmp_path, capsys):
         f"--output: {tmp_path / 'store.bin'} is there already; name another, or --overwrite replaces it"
     )
     assert (tmp_path / "store.bin").stat().st_mtime_ns == before and texts(tmp_path / "store") == ["alpha"]
+    mask = tmp_path / "store.mask.bin"  # of the older store
+    mask.write_bytes(b"\1")
     assert run(*other, "--overwrite") == 0 and texts(tmp_path / "store") == ["beta"]
+    assert not mask.exists()
     assert run("--input", tmp_path / "none.txt", "--output", tmp_path / "store", "--overwrite") == 2
     assert texts(tmp_path / "store") == ["beta"]
 

@@ -144,18 +144,19 @@ class _Ids:
             raise UserError(f"{path}: has a document of over {_LONGEST} tokens; cut it in parts")
 
 
-def whole_part(folder: Path, number: int) -> dict[str, int] | None:
-    """Its counts; None if it is not there, or not as it was written. Reads all of it."""
+def whole_part(folder: Path, number: int) -> dict[str, Any] | None:
+    """Its counts, and of a stream where that stood after it; None if the part is not there, or not as it was written.
+    Reads all of it."""
     stem = folder / f"{number:06d}"
     try:
         written = json.loads(stem.with_suffix(".json").read_bytes())
-        stats = {name: written[name] for name in COUNTS}
-        return stats if written["digest"] == _digest(stem, stats) else None
+        stats = {name: written[name] for name in (*COUNTS, "after") if name in written}
+        return stats if stats.keys() >= set(COUNTS) and written["digest"] == _digest(stem, stats) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _digest(stem: Path, stats: dict[str, int]) -> str:
+def _digest(stem: Path, stats: dict[str, Any]) -> str:
     digest = hashlib.blake2b(json.dumps(stats).encode(), digest_size=16)
     for suffix in (".bin", ".sizes"):
         with stem.with_suffix(suffix).open("rb") as file:

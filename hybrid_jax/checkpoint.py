@@ -160,9 +160,7 @@ class Checkpoints:
             return
         meta = {**self.meta, **(record or {})}
         room = _fits_twice(state)
-        if room:
-            self.prepare(state)
-        held = self._copy(state) if room and self._copy else state
+        held = self.prepare(state)(state) if room else state
         copied = threading.Event()
 
         def start() -> Callable[[], Any]:
@@ -183,12 +181,13 @@ class Checkpoints:
             copied.wait()
         self.poll()
 
-    def prepare(self, state: PyTree) -> None:
-        """Compiles what `save` does with such a state, which the first one would wait for."""
+    def prepare(self, state: PyTree) -> Callable[[PyTree], PyTree]:
+        """Compiles, once, the copy that `save` makes of such a state: the first one would wait for it."""
         if self._copy is None:
             same = jax.tree.map(lambda x: x.sharding, state)
             copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=same)
             self._copy = copy.lower(state).compile()
+        return self._copy
 
     def _probe(self) -> str:
         """Why this process cannot write to the folder; "" if it can."""

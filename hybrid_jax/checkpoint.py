@@ -28,8 +28,8 @@ from hybrid_jax.errors import UserError
 
 PyTree = Any
 
-_STATE = "state"
-_TEMPORARY = "orbax-checkpoint-tmp"  # in the name of a checkpoint that is being written
+STATE = "state"
+TEMPORARY = "orbax-checkpoint-tmp"  # in the name of a checkpoint that is being written
 _DAMAGED = ".damaged"  # after the name of one that was passed over
 _USABLE = 0.95  # of a device's memory: what is free lies in pieces
 _STALE = "stale"  # said of a list of checkpoints that is not what lies in the folder
@@ -85,7 +85,7 @@ class Checkpoints:
         self._copy: Callable[[PyTree], PyTree] | None = None
         self._abandoned = False
         self._opened = 0
-        logging.getLogger("absl").addFilter(_not_of_orbax)
+        logging.getLogger("absl").addFilter(not_of_orbax)
         self._open()
 
     def __enter__(self) -> Checkpoints:
@@ -167,7 +167,7 @@ class Checkpoints:
             nonlocal held
             try:
                 response = self._orbax.save_async(
-                    step, held, force=True, checkpointable_name=_STATE, custom_metadata=meta
+                    step, held, force=True, checkpointable_name=STATE, custom_metadata=meta
                 )
             finally:
                 held = None  # the host has it
@@ -207,7 +207,7 @@ class Checkpoints:
         write = self._write
         if write is None or opened != self._opened:
             raise TimeoutError("this write was given up")
-        (folder,) = (path for path in self.folder.glob(f"{write.step}.*{_TEMPORARY}*") if path.is_dir())
+        (folder,) = (path for path in self.folder.glob(f"{write.step}.*{TEMPORARY}*") if path.is_dir())
         manifest.write(folder, write.meta)
 
     def poll(self) -> None:
@@ -256,7 +256,7 @@ class Checkpoints:
     def _clear_away(self, step: int) -> None:
         """So that a full disk does not stay full."""
         if distributed.is_main():
-            for path in self.folder.glob(f"{step}.*{_TEMPORARY}*"):
+            for path in self.folder.glob(f"{step}.*{TEMPORARY}*"):
                 shutil.rmtree(path, ignore_errors=True)
         # Orbax has forgotten what this write would have replaced, and may remember what it did not write.
         if self.folder.is_dir():
@@ -301,7 +301,7 @@ class Checkpoints:
         try:
             self._close()
         finally:
-            logging.getLogger("absl").removeFilter(_not_of_orbax)
+            logging.getLogger("absl").removeFilter(not_of_orbax)
 
     def _close(self) -> None:
         if self._abandoned:  # others are gone: there is nobody to end it with
@@ -394,8 +394,8 @@ class Checkpoints:
             whole = (self.folder / str(step) / "_CHECKPOINT_METADATA").exists()
             return {}, None, "its index is damaged" if whole else "_CHECKPOINT_METADATA is missing"
         meta, saved = dict(found.custom_metadata or {}), found.metadata
-        if isinstance(saved, dict) and set(saved) == {_STATE}:
-            saved = saved[_STATE]
+        if isinstance(saved, dict) and set(saved) == {STATE}:
+            saved = saved[STATE]
         if saved is None:
             return meta, None, "its index is damaged"
         known = manifest.is_recorded(self.folder / str(step), meta)
@@ -406,14 +406,14 @@ class Checkpoints:
         level = asyncio_log.level
         asyncio_log.setLevel(logging.CRITICAL + 1)
         try:
-            return jax.block_until_ready(self._orbax.load(step, wanted, checkpointable_name=_STATE)), ""
+            return jax.block_until_ready(self._orbax.load(step, wanted, checkpointable_name=STATE)), ""
         except Exception:
             return None, "its files are incomplete or damaged"
         finally:
             asyncio_log.setLevel(level)
 
 
-def _not_of_orbax(record: logging.LogRecord) -> bool:
+def not_of_orbax(record: logging.LogRecord) -> bool:
     """A filter: Orbax prints a traceback for each of its threads that a failed write ends, and warnings of what is
     damaged. Both are told in one line here."""
     return record.levelno < logging.WARNING or "orbax" not in record.pathname
@@ -422,7 +422,7 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
 def _unfinished(folder: Path) -> list[str]:
     """Names of what a write that did not end has left."""
     try:
-        return sorted(path.name for path in folder.iterdir() if _TEMPORARY in path.name)
+        return sorted(path.name for path in folder.iterdir() if TEMPORARY in path.name)
     except OSError:
         return []
 

@@ -48,7 +48,17 @@ def template(where: Path, meta: dict[str, Any], saved: PyTree, wanted: PyTree, p
     Raises UserError if the checkpoint is of a schema that this version cannot read, or if its arrays are not `wanted`:
     `log` gets a line for each of them.
     """
-    found = _of(meta)
+    check_version(where, meta)
+    if version_of(meta) == SCHEMA:
+        check_arrays(where, meta, saved, wanted, pattern, log)
+        return wanted
+    whole = sharding.replicated(jax.tree.leaves(wanted)[0].sharding.mesh)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), saved)
+
+
+def check_version(where: Path, meta: dict[str, Any]) -> None:
+    """Raises UserError if the checkpoint is of a schema that this version cannot read."""
+    found = version_of(meta)
     if found > SCHEMA:
         raise UserError(f"{where}: written by a newer hybrid_jax (schema {found}, this one reads {SCHEMA})")
     if missing := [older for older in range(found, SCHEMA) if older not in MIGRATIONS]:
@@ -57,29 +67,26 @@ def template(where: Path, meta: dict[str, Any], saved: PyTree, wanted: PyTree, p
             f"{where}: written by an older hybrid_jax {writer} (schema {found}; this one reads {SCHEMA} and has no way "
             f"from {missing[0]} to {missing[0] + 1}); go on with the version that wrote it"
         )
-    if found == SCHEMA:
-        _same(where, meta, saved, wanted, pattern, log)
-        return wanted
-    whole = sharding.replicated(jax.tree.leaves(wanted)[0].sharding.mesh)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), saved)
 
 
 def migrate(where: Path, meta: dict[str, Any], state: PyTree, wanted: PyTree, pattern: str, log: Log) -> PyTree:
     """The state, as read into `template`'s tree, as one of this version's with `wanted`'s shardings."""
-    found = _of(meta)
+    found = version_of(meta)
     if found == SCHEMA:
         return state
     for older in range(found, SCHEMA):
         state = MIGRATIONS[older](state)
-    _same(where, meta, state, wanted, pattern, log)
+    check_arrays(where, meta, state, wanted, pattern, log)
     return jax.tree.map(lambda x, w: jax.device_put(x, w.sharding), state, wanted)
 
 
-def _of(meta: dict[str, Any]) -> int:
+def version_of(meta: dict[str, Any]) -> int:
+    """The schema of a checkpoint's record."""
     return int(meta.get("schema", SCHEMA))
 
 
-def _same(where: Path, meta: dict[str, Any], saved: PyTree, wanted: PyTree, pattern: str, log: Log) -> None:
+def check_arrays(where: Path, meta: dict[str, Any], saved: PyTree, wanted: PyTree, pattern: str, log: Log) -> None:
+    """Raises UserError if the saved arrays are not the wanted ones: `log` gets a line for each of them."""
     lines = mismatches(saved, wanted)
     if not lines:
         return

@@ -36,7 +36,7 @@ from hybrid_jax import (
 )
 from hybrid_jax import config as config_lib
 from hybrid_jax.config import Config
-from hybrid_jax.data import ngram
+from hybrid_jax.data import ngram, run_tokenizer
 from hybrid_jax.data.interface import Dataset
 from hybrid_jax.errors import UserError
 from hybrid_jax.generate import generate, on_one_device, prompt_ids
@@ -122,6 +122,7 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
     # ---- training and last words -------------------------------------------------
     if main:
         events = [(r.at, r.event) for r in history.rollbacks]
+        run_tokenizer.write(workdir, train_data.tokenizer)
         _write(workdir / "config.json", json.dumps(config_lib.to_dict(cfg), indent=2) + "\n")
         if not training.done and not events and metrics.set_aside(workdir / "metrics.jsonl"):
             console.text("note: the metrics.jsonl of an earlier run is kept as metrics.jsonl.old")

@@ -10,6 +10,7 @@ import concurrent.futures
 import json
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,13 @@ def _read(folder: Path) -> tuple[dict[str, tuple[int, int]], int]:
     return {str(name): (int(size), int(crc)) for name, (size, crc) in listed["files"].items()}, int(listed["record"])
 
 
-def checksum(path: Path) -> int:
-    """The crc32 of a file's bytes."""
+def checksum(path: Path, report: Callable[[int], None] = lambda count: None) -> int:
+    """The crc32 of a file's bytes. report(bytes) is called as it goes on."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             crc = zlib.crc32(block, crc)
+            report(len(block))
     return crc
 
 

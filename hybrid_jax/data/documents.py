@@ -1,217 +1,198 @@
-"""Documents of local files, for hybrid_jax.data.prepare: which files an input names, their cut into parts of like
-size, and their texts, read in pieces.
+"""Documents of local files, for hybrid_jax.data.prepare: their texts, read in pieces.
 
-A text file is a document; so is a line of .jsonl and a row of .parquet, whose text is one field.
+A text file is a document; so is a line of .jsonl and a row of .parquet, of which a `Field` or `Records` says what is
+text.
 """
 
 import codecs
-import contextlib
 import dataclasses
-import glob
-import gzip
-import hashlib
-import importlib.util
-import io
 import json
 import os
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
+from hybrid_jax.data import records
+from hybrid_jax.data.inputs import LINES, TABLE, Span, kind
+from hybrid_jax.data.unpack import reading, unpacked
 from hybrid_jax.errors import UserError
 
-_TEXT, _LINES, _TABLE = (".txt", ".md", ".py"), ".jsonl", ".parquet"
-_PACKED = {".gz": "", ".zst": "zstandard"}  # and the package that reads it
-ACCEPTED = ".txt, .md, .py, .jsonl, these with .gz or .zst, .parquet"
-
 PIECE_CHARACTERS = 2**18  # `tokenizers` needs about 200 bytes of memory for a character of text without spaces
+RECORD_BYTES = 2**25  # of a line or row, which is in memory whole, up to ten times
 _BLOCK = 2**20  # bytes read at once
-_FILE_COST = 4096  # a part of many small files is kept small too
-_SAMPLES, _SAMPLE_BYTES = 16, 4096
+_ROWS = 256  # of .parquet read at once
+
+
+class Take(Protocol):
+    """What is text of a line or row: its parts in order, each with whether it is learnt; None is the end-of-document
+    id. Raises ValueError, whose message follows the name of the place, where there is none."""
+
+    def __call__(self, record: Any) -> list[tuple[str | None, bool]]: ...
+
+    def columns(self, names: Sequence[str]) -> list[str]:
+        """Those to be read of a table's. Raises ValueError."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """A file: its path as the user gave it, its bytes, and a digest of up to 16 evenly spaced blocks of 4 KiB."""
+class Field:
+    """The string field that --text_field names."""
+
+    name: str
+
+    def __call__(self, record: Any) -> list[tuple[str | None, bool]]:
+        if not isinstance(record, Mapping):
+            raise ValueError("is not a JSON object")
+        if self.name not in record:
+            self.columns(list(record))
+        text = record[self.name]
+        if not isinstance(text, str):
+            kinds = {type(None): "null", dict: "an object", list: "an array", bool: "true or false"}
+            raise ValueError(f"its field {self.name!r} is {kinds.get(type(text), 'a number')}, not a string")
+        return [(text, True)]
+
+    def columns(self, names: Sequence[str]) -> list[str]:
+        if self.name not in names:
+            there = ", ".join(names[:8]) or "none"
+            raise ValueError(f"has no field {self.name!r} (its fields: {there}; --text_field names another)")
+        return [self.name]
+
+
+class Records:
+    """Prompts and responses, or messages; see hybrid_jax.data.records."""
+
+    def __call__(self, record: Any) -> list[tuple[str | None, bool]]:
+        try:
+            return records.parts(record)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+
+    def columns(self, names: Sequence[str]) -> list[str]:
+        found = [name for name in records.FIELDS if name in names]
+        if not found:
+            self({})
+        return found
+
+
+class Place(NamedTuple):
+    """Of a document, as messages name it. number: of a line or row, counted from 1; of lines only those behind byte
+    `begin` are counted."""
 
     path: str
-    size: int
-    digest: str
+    unit: str = ""
+    number: int = 0
+    begin: int = 0
+
+    def __str__(self) -> str:
+        if not self.unit:
+            return self.path
+        return f"{self.path}: {self.unit} {self.number + (_line_ends(self.path, self.begin) if self.begin else 0)}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Bytes [start, end) of a file of `size` bytes: of .jsonl the lines that begin there, else the whole file."""
+class Document(NamedTuple):
+    """pieces: what `Take` gives, with texts cut as `pieces` does, to be read before the next document is asked for."""
 
-    path: str
-    size: int
-    start: int
-    end: int
-
-
-def find(inputs: Sequence[str]) -> list[str]:
-    """The files that the inputs name, in their order, each once: folders and globs sorted, hidden ones left out.
-
-    Raises UserError for an input without a file that can be read, a folder that cannot be listed, and for a file
-    whose package is not installed.
-    """
-    found: dict[str, str] = {}
-    for name in inputs:
-        full = os.path.expanduser(name)
-        if os.path.isdir(full):
-            files = [f for f in _walk(full) if _kind(f)]
-        elif os.path.isfile(full):
-            files = [full]
-            if not _kind(full):
-                raise UserError(f"--input: {name}: this kind of file cannot be read ({ACCEPTED} can)")
-        else:
-            everything = sorted(f for f in glob.glob(full, recursive=True) if os.path.isfile(f))
-            if not everything:
-                raise UserError(f"--input: {name}: no such file or folder, and no file matches it")
-            files = [f for f in everything if _kind(f)]
-        if not files:
-            raise UserError(f"--input: {name}: holds no file that can be read ({ACCEPTED} can)")
-        for file in files:
-            found.setdefault(os.path.realpath(file), file)
-    for file in found.values():
-        package = "pyarrow" if _kind(file) == _TABLE else _PACKED.get(os.path.splitext(file)[1].lower(), "")
-        if package and importlib.util.find_spec(package) is None:
-            raise UserError(f"{file}: needs a package that is not installed: pip install {package}")
-    return list(found.values())
-
-
-def sources(paths: Iterable[str]) -> list[Source]:
-    """Sizes and digests of files. Raises UserError for one that cannot be read."""
-    found = []
-    for path in paths:
-        with _errors(path), open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            digest = hashlib.blake2b(digest_size=16)
-            last = max(size - _SAMPLE_BYTES, 0)
-            for place in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
-                file.seek(place)
-                digest.update(file.read(_SAMPLE_BYTES))
-            found.append(Source(path, size, digest.hexdigest()))
-    return found
-
-
-def cut(files: Sequence[Source], part_bytes: int) -> list[tuple[Span, ...]]:
-    """Parts of about part_bytes, in order; one is larger where a file cannot be entered in its middle."""
-    parts: list[tuple[Span, ...]] = []
-    spans: list[Span] = []
-    weight = 0
-    for file in files:
-        step = part_bytes if file.path.lower().endswith(_LINES) else max(file.size, 1)
-        for start in range(0, max(file.size, 1), step):
-            spans.append(Span(file.path, file.size, start, min(start + step, file.size)))
-            weight += spans[-1].end - start + _FILE_COST
-            if weight >= part_bytes:
-                parts.append(tuple(spans))
-                spans, weight = [], 0
-    return [*parts, tuple(spans)] if spans else parts
+    place: Place
+    pieces: Iterable[tuple[str | None, bool]]
 
 
 class Reader:
     """Reads spans one after the other. bytes_read: of the files, so far; replaced: documents with bytes that are
     not UTF-8 or with half a surrogate pair, which become U+FFFD."""
 
-    def __init__(self, text_field: str):
-        self.text_field = text_field
+    def __init__(self, take: Take):
+        self._take = take
         self.bytes_read = 0
         self.replaced = 0
 
-    def documents(self, span: Span) -> Iterator[Iterable[str]]:
-        """Each document as the `pieces` of its text, to be read before the next document is asked for.
-
-        A byte order mark at the start of a file is left out; line ends stay as they are. A text file is held in
-        memory by the block, a line or row whole. Raises UserError, with the line or row, for what has no text.
-        """
+    def documents(self, span: Span) -> Iterator[Document]:
+        """A byte order mark at the start of a file is left out; line ends stay as they are. A text file is held in
+        memory by the block, a line or row whole. Raises UserError, with the line or row, for what has no text, for a
+        line or row of over RECORD_BYTES, and for a file that is changed meanwhile."""
         before = self.bytes_read
-        with _errors(span.path):
-            if _kind(span.path) == _TABLE:
-                for text in self._rows(span, before):
-                    yield pieces([text])
-            else:
-                with open(span.path, "rb") as raw:
-                    if os.fstat(raw.fileno()).st_size != span.size:
-                        raise UserError(f"{span.path}: changed while it was being prepared; start again")
-                    stream = _unpacked(span.path, raw)
-                    if _kind(span.path) == _LINES:
-                        for text in self._lines(span, before, raw, stream):
-                            yield pieces([text])
-                    else:
-                        yield pieces(self._text(span, before, raw, stream))
+        with reading(span.path), open(span.path, "rb") as raw:
+            _check_unchanged(span, raw)
+            try:
+                if kind(span.path) == TABLE:
+                    yield from self._rows(span, before)
+                elif kind(span.path) == LINES:
+                    yield from self._lines(span, before, raw, unpacked(span.path, raw))
+                else:
+                    yield Document(Place(span.path), self._text(span, before, raw, unpacked(span.path, raw)))
+            except UserError:
+                _check_unchanged(span, raw)
+                raise
+            _check_unchanged(span, raw)
         self.bytes_read = before + span.end - span.start
 
-    def rows(self, part: Any) -> Iterator[Iterable[str]]:
+    def rows(self, part: Any) -> Iterator[Document]:
         """As `documents`, of a hub.Rows."""
-        for number, value in enumerate(part.values, part.first + 1):
+        for number, row in enumerate(part.values, part.first + 1):
+            place = Place(part.path, "row", number)
             try:
-                text = self._value({self.text_field: value})
+                found = self._pieces(row)
             except ValueError as error:
-                raise UserError(f"{part.path}: row {number}: {error}") from None
-            self.bytes_read += len(text.encode())
-            yield pieces([text])
+                raise UserError(f"{place}: {error}") from None
+            self.bytes_read += text_bytes(row)
+            yield Document(place, found)
 
-    def _text(self, span: Span, before: int, raw: BinaryIO, stream: BinaryIO) -> Iterator[str]:
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        first, block = True, b"-"
-        while block:
-            with _errors(span.path):
-                block = stream.read(_BLOCK)
-            try:
-                text = decoder.decode(block, not block)
-            except UnicodeDecodeError:
-                decoder.errors = "replace"
-                self.replaced += 1
-                text = decoder.decode(block, not block)
-            self.bytes_read = before + raw.tell()
-            if text:
-                yield text.removeprefix("\ufeff") if first else text
-                first = False
+    def _pieces(self, record: Any) -> Iterator[tuple[str | None, bool]]:
+        parts = self._take(record)
+        for number, (text, learn) in enumerate(parts):
+            if text is not None and not text.isascii():
+                try:
+                    text.encode()
+                except UnicodeEncodeError:  # "\ud800" alone is JSON but not text
+                    self.replaced += 1
+                    parts[number] = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), learn
+        return ((piece, learn) for text, learn in parts for piece in ((None,) if text is None else pieces((text,))))
 
-    def _lines(self, span: Span, before: int, raw: BinaryIO, stream: BinaryIO) -> Iterator[str]:
+    def _text(self, span: Span, before: int, raw: BinaryIO, stream: BinaryIO) -> Iterator[tuple[str, bool]]:
+        def blocks() -> Iterator[str]:
+            decoder = codecs.getincrementaldecoder("utf-8")()
+            first, block = True, b"-"
+            while block:
+                with reading(span.path):
+                    block = stream.read(_BLOCK)
+                if first:
+                    block = _without_mark(span.path, block)
+                    first = False
+                try:
+                    text = decoder.decode(block, not block)
+                except UnicodeDecodeError:
+                    decoder.errors = "replace"
+                    self.replaced += 1
+                    text = decoder.decode(block, not block)
+                self.bytes_read = before + raw.tell()
+                if text:
+                    yield text
+
+        return ((piece, True) for piece in pieces(blocks()))
+
+    def _lines(self, span: Span, before: int, raw: BinaryIO, stream: BinaryIO) -> Iterator[Document]:
         packed = stream is not raw
-        at = begin = _first_line(stream, span.start)
+        at = begin = _first_line(stream, span.start, span.end)
         number = 0
-        while (packed or at < span.end) and (line := stream.readline()):
+        while (packed or at < span.end) and (line := stream.readline(RECORD_BYTES + 1)):
             number += 1
-            if at == 0:
-                line = line.removeprefix(codecs.BOM_UTF8)
-                at = 1 if packed else raw.tell()
-            else:
-                at += len(line)
+            place = Place(span.path, "line", number, begin)
+            at += len(line)
             self.bytes_read = before + max(min(raw.tell(), span.end) - span.start, 0)
-            if not line.strip():
+            if len(line) > RECORD_BYTES and not line.endswith(b"\n"):
+                raise UserError(f"{place}: has {_too_long()}")
+            if number == 1 and not begin:
+                line = _without_mark(span.path, line)
+            if line.isspace():
                 continue
             try:
                 text = self._decoded(line)
+                del line
                 record = json.loads(text)
-                value = self._value(record) if isinstance(record, dict) else None
-                if value is None:
-                    raise ValueError("is not a JSON object")
+                del text
+                found = self._pieces(record)
+                del record
             except (ValueError, RecursionError) as error:
                 what = f"is not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
-                number += _line_ends(span.path, begin)
-                raise UserError(f"{span.path}: line {number}: {what}; mend or remove the line") from None
-            yield value
-
-    def _value(self, record: dict[str, Any]) -> str:
-        """The text of a record. Raises ValueError, whose message follows the name of the place."""
-        field = self.text_field
-        if field not in record:
-            there = ", ".join(list(record)[:8]) or "none"
-            raise ValueError(f"has no field {field!r} (its fields: {there}; --text_field names another)")
-        if not isinstance(record[field], str):
-            kinds = {type(None): "null", dict: "an object", list: "an array", bool: "true or false"}
-            raise ValueError(f"its field {field!r} is {kinds.get(type(record[field]), 'a number')}, not a string")
-        text: str = record[field]
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # "\ud800" alone is JSON but not text
-            self.replaced += 1
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return text
+                raise UserError(f"{place}: {what}; mend or remove the line") from None
+            yield Document(place, found)
 
     def _decoded(self, line: bytes) -> str:
         try:
@@ -220,26 +201,30 @@ class Reader:
             self.replaced += 1
             return line.decode(errors="replace")
 
-    def _rows(self, span: Span, before: int) -> Iterator[str]:
+    def _rows(self, span: Span, before: int) -> Iterator[Document]:
         import pyarrow
         import pyarrow.parquet
 
-        row = 0
+        place = Place(span.path)
         try:
-            with pyarrow.parquet.ParquetFile(span.path) as table:
-                names = table.schema_arrow.names
-                if self.text_field not in names:
-                    self._value(dict.fromkeys(names))
-                for batch in table.iter_batches(batch_size=256, columns=[self.text_field]):
-                    for value in batch.column(0).to_pylist():
+            # Buffered, a column of a row group is read by the page; else all of it at once.
+            with pyarrow.parquet.ParquetFile(span.path, pre_buffer=False, buffer_size=_BLOCK) as table:
+                columns = self._take.columns(table.schema_arrow.names)
+                first, groups = _row_groups(table.metadata, span)
+                last = first + sum(table.metadata.row_group(group).num_rows for group in groups)
+                row = first
+                for batch in table.iter_batches(_ROWS, groups, columns, use_threads=False):
+                    for record in batch.to_pylist():
                         row += 1
-                        yield self._value({self.text_field: value})
-                    self.bytes_read = before + span.size * row // max(table.metadata.num_rows, 1)
+                        place = Place(span.path, "row", row)
+                        if text_bytes(record) > RECORD_BYTES:
+                            raise ValueError(f"has {_too_long()}")
+                        yield Document(place, self._pieces(record))
+                    self.bytes_read = before + (span.end - span.start) * (row - first) // max(last - first, 1)
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             raise UserError(f"{span.path}: is not a whole .parquet file: {' '.join(str(error).split())}") from None
         except ValueError as error:
-            place = f"row {row}: " if row else ""
-            raise UserError(f"{span.path}: {place}{error}") from None
+            raise UserError(f"{place}: {error}") from None
 
 
 def pieces(chunks: Iterable[str]) -> Iterator[str]:
@@ -259,6 +244,17 @@ def pieces(chunks: Iterable[str]) -> Iterator[str]:
         yield text
 
 
+def text_bytes(value: Any) -> int:
+    """Of all strings in a JSON value, about: a byte a character."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return 0
+    return sum(map(text_bytes, value))
+
+
 def _seam(text: str, low: int, high: int) -> int:
     last, at = 0, high
     while (at := text.rfind("\n", low, at)) >= 0:
@@ -268,80 +264,51 @@ def _seam(text: str, low: int, high: int) -> int:
     return last or high
 
 
-def _kind(path: str) -> str:
-    """ ".txt" of any text file, ".jsonl", ".parquet", or "" of a file that cannot be read."""
-    stem, suffix = os.path.splitext(path.lower())
-    if suffix == _TABLE:
-        return _TABLE
-    if suffix in _PACKED:
-        suffix = os.path.splitext(stem)[1]
-    return _TEXT[0] if suffix in _TEXT else _LINES if suffix == _LINES else ""
+def _without_mark(path: str, first: bytes) -> bytes:
+    """The first bytes of a file without a byte order mark."""
+    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # no UTF-8 has these bytes
+        raise UserError(f"{path}: is UTF-16 or UTF-32, not UTF-8; convert it first (iconv -f UTF-16 -t UTF-8)")
+    return first.removeprefix(codecs.BOM_UTF8)
 
 
-def _walk(root: str) -> list[str]:
-    def failed(error: OSError) -> None:
-        raise UserError(f"--input: {error.filename}: {error.strerror or error}") from None
-
-    names = []
-    for folder, subfolders, inside in os.walk(root, onerror=failed):
-        subfolders[:] = [d for d in subfolders if d != "__pycache__" and not d.startswith(".")]
-        names += [os.path.join(folder, n) for n in inside if not n.startswith(".")]
-    return sorted(names)
+def _too_long() -> str:
+    return (
+        f"over {RECORD_BYTES:,} bytes, more than is held in memory at once; make it a text file of its own (.txt), "
+        "which is read by the block, or cut it in parts"
+    )
 
 
-def _unpacked(path: str, raw: BinaryIO) -> BinaryIO:
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix == ".gz":
-        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
-    if suffix == ".zst":
-        return io.BufferedReader(_Zstandard(raw), _BLOCK)  # type: ignore[return-value]
-    return raw
+def _check_unchanged(span: Span, file: BinaryIO) -> None:
+    about = os.fstat(file.fileno())
+    if (about.st_size, about.st_mtime_ns) != (span.size, span.modified):
+        raise UserError(f"{span.path}: changed while it was being prepared; start again")
 
 
-class _Zstandard(io.RawIOBase):
-    """Decompressed frames, one after the other; unlike the package's own reader it notices a missing end."""
-
-    def __init__(self, raw: BinaryIO):
-        import zstandard
-
-        self._raw, self._error = raw, zstandard.ZstdError
-        self._make = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
-        self._frame: Any = None
-        self._input = self._output = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            self._input = self._input or self._raw.read(2**16)  # a compressed byte may become 10^4
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError
-                return 0
-            self._frame = self._frame or self._make()
-            try:
-                self._output = self._frame.decompress(self._input)
-            except self._error as error:
-                raise EOFError(str(error)) from None
-            self._input = b""
-            if self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._output))
-        buffer[:count], self._output = self._output[:count], self._output[count:]
-        return count
-
-
-def _first_line(stream: BinaryIO, start: int) -> int:
-    """Byte of the first line that begins at `start` or after it; the stream is put there."""
+def _first_line(stream: BinaryIO, start: int, end: int) -> int:
+    """Byte of the first line that begins at `start` or after it, or of any place behind `end`; the stream is put
+    there."""
     if not start:
         return 0
     at = stream.seek(start - 1)
-    while piece := stream.readline(_BLOCK):
+    while at < end and (piece := stream.readline(_BLOCK)):
         at += len(piece)
         if piece.endswith(b"\n"):
             break
     return at
+
+
+def _row_groups(metadata: Any, span: Span) -> tuple[int, list[int]]:
+    """(rows before them, numbers) of the row groups that begin in the span; one that says no place begins at 0."""
+    first, found = 0, []
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        column = group.column(0)
+        begin = min(column.dictionary_page_offset or column.data_page_offset, column.data_page_offset)
+        if span.start <= min(begin, span.size - 1) < span.end:
+            found.append(number)
+        elif not found:
+            first += group.num_rows
+    return first, found
 
 
 def _line_ends(path: str, end: int) -> int:
@@ -352,14 +319,3 @@ def _line_ends(path: str, end: int) -> int:
             count += block.count(b"\n")
             end -= len(block)
     return count
-
-
-@contextlib.contextmanager
-def _errors(path: str) -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        why = str(error) or "it ends too early"
-        raise UserError(f"{path}: is damaged and cannot be decompressed ({why}); copy or compress it again") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None

@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from hybrid_jax.data.documents import Source
+from hybrid_jax.data.documents import Take, text_bytes
+from hybrid_jax.data.inputs import Source
 from hybrid_jax.errors import UserError
 
 _OFFLINE = "without network, download its .parquet files elsewhere and give them by --input"
@@ -16,11 +17,12 @@ _OFFLINE = "without network, download its .parquet files elsewhere and give them
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows first, first + 1, ... of a stream. after: its position behind the last one, as JSON."""
+    """Rows first, first + 1, ... of a stream, with what was taken of them. after: its position behind the last one, as
+    JSON."""
 
     path: str
     first: int
-    values: tuple[Any, ...]
+    values: tuple[dict[str, Any], ...]
     after: dict[str, Any]
 
 
@@ -41,7 +43,8 @@ class Stream:
             builder = datasets.load_dataset_builder(self.name, config or None)
             self._data = builder.as_streaming_dataset(split=split)
             described = (builder.info.splits or {}).get(split)
-            self._source = Source(f"{name}:{split}", getattr(described, "num_bytes", 0) or 0, str(builder.hash))
+            size = getattr(described, "num_bytes", 0) or 0
+            self._source = Source(f"{name}:{split}", size, str(builder.hash), "data set")
         except Exception as error:  # of the hub, of several HTTP packages, or of the data set's own code
             raise UserError(f"--dataset: {name}: {_one_line(error)}; {_remedy(self.name, error)}") from None
 
@@ -50,23 +53,24 @@ class Stream:
         """As a file's: size is that of all rows, 0 where the hub does not know it; digest is the revision."""
         return self._source
 
-    def parts(self, field: str, part_bytes: int, position: dict[str, Any] | None) -> Iterator[Rows]:
-        """Parts of about part_bytes of text, from `position` (of Rows.after) on. Raises UserError for a field that no
-        row has, and when the connection is lost."""
+    def parts(self, take: Take, part_bytes: int, position: dict[str, Any] | None) -> Iterator[Rows]:
+        """Parts of about part_bytes of text, from `position` (of Rows.after) on. Raises UserError where rows have no
+        field that can be taken, and when the connection is lost."""
         path, data = self._source.path, self._data
         first = position["rows"] if position else 0
-        values: list[Any] = []
+        values: list[dict[str, Any]] = []
         size = 0
         try:
-            if data.column_names and field not in data.column_names:
-                there = ", ".join(data.column_names)
-                raise UserError(f"{path}: has no field {field!r} (its fields: {there}; --text_field names another)")
-            data = data.select_columns([field])  # of .parquet nothing else is then downloaded
+            try:
+                columns = take.columns(data.column_names or list(next(iter(data.take(1)), {})))
+            except ValueError as error:
+                raise UserError(f"{path}: {error}") from None
+            data = data.select_columns(columns)  # of .parquet nothing else is then downloaded
             if position:
                 data.load_state_dict(position["state"])
             for row in data:
-                values.append(row.get(field))
-                size += len(values[-1]) if isinstance(values[-1], str) else 0
+                values.append(row)
+                size += text_bytes(row)
                 if size + 64 * len(values) >= part_bytes:
                     after = {"rows": first + len(values), "state": data.state_dict()}
                     yield Rows(path, first, tuple(values), after)
@@ -83,14 +87,14 @@ class Stream:
 
 
 def missing_parts(
-    stream: Stream, field: str, part_bytes: int, whole: dict[int, dict[str, Any]]
+    stream: Stream, take: Take, part_bytes: int, whole: dict[int, dict[str, Any]]
 ) -> Iterator[tuple[int, tuple[Rows, ...]]]:
     """Numbers and rows of the parts that are not whole, read from behind the leading ones that are."""
     leading = 0
     while leading in whole:
         leading += 1
     position = whole[leading - 1]["after"] if leading else None
-    for number, rows in enumerate(stream.parts(field, part_bytes, position), leading):
+    for number, rows in enumerate(stream.parts(take, part_bytes, position), leading):
         if number not in whole:
             yield number, (rows,)
 

@@ -3,7 +3,11 @@
 format, version             FORMAT and VERSION below
 documents, tokens           of the store; tokens count the end-of-document ids
 text_bytes                  UTF-8 bytes of its documents
-empty, replaced             documents left out without a token; with bytes that are no UTF-8, replaced
+loss_mask                   whether PREFIX.mask.bin belongs to it
+learnt_tokens               with a loss mask: how many of the tokens it has as targets
+split                       "all", or with --validation_fraction "train" or "validation"
+files                       bytes and crc32 of PREFIX.bin, PREFIX.idx and PREFIX.mask.bin, by their ending
+empty, replaced             documents of the input left out without a token; with bytes that are no UTF-8, replaced
 dtype                       of PREFIX.bin
 tokenizer                   name (--tokenizer), sha256 of PREFIX.tokenizer.json beside this file (there is none for
                             "bytes"), vocab_size, end_of_document (null if it has none), bytes_per_token
@@ -17,12 +21,18 @@ from typing import Any
 
 from hybrid_jax.errors import UserError
 
-FORMAT, VERSION = "hybrid_jax token store", 2  # the version also of the parts that prepare keeps
+FORMAT, VERSION = "hybrid_jax token store", 2
+ENDINGS = (".mask.bin", ".bin", ".tokenizer.json", ".json", ".idx")  # a store is there when its index is, the last
 
 
 def path_of(prefix: str | Path) -> Path:
     """PREFIX.json of a store, which may also be named by its .bin or .idx."""
-    return Path(os.path.expanduser(prefix).removesuffix(".idx").removesuffix(".bin") + ".json")
+    return Path(stem(prefix) + ".json")
+
+
+def stem(prefix: str | Path) -> str:
+    """PREFIX of a store that is named so, or by its .bin or .idx."""
+    return os.path.expanduser(prefix).removesuffix(".idx").removesuffix(".bin")
 
 
 def tokenizer_path(prefix: str | Path) -> Path:
@@ -49,3 +59,15 @@ def read(prefix: str | Path) -> dict[str, Any] | None:
     if found.get("version") != VERSION:
         raise UserError(f"{path}: is a manifest of version {found.get('version')}, not {VERSION}; {remedy}")
     return found
+
+
+def check_sizes(prefix: str | Path, about: dict[str, Any]) -> None:
+    """Raises UserError for a file that is not there, or has not the size that the manifest says, if it says one."""
+    for ending, file in about.get("files", {}).items():
+        path = Path(stem(prefix) + ending)
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; it is a part of the store and has to be copied with it")
+        if (size := path.stat().st_size) != file["bytes"]:
+            raise UserError(
+                f"{path}: has {size} bytes, {path_of(prefix).name} says {file['bytes']}; copy the files of one store"
+            )

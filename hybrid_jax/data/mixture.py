@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybrid_jax.data.interface import Dataset, Tokenizer, check_rows, fingerprint
+from hybrid_jax.data.manifest import stem
 from hybrid_jax.errors import UserError
 
 _PHASES, _SEEDS = 4, 5  # random streams, apart from those of packing
@@ -197,8 +198,3 @@ def _parse_part(text: str) -> Part:
 
 def _is_store(prefix: str) -> bool:
     return any(os.path.isfile(stem(prefix) + ending) for ending in (".idx", ".bin"))
-
-
-def stem(prefix: str) -> str:
-    """As StoreReader takes it."""
-    return os.path.expanduser(prefix).removesuffix(".idx").removesuffix(".bin")

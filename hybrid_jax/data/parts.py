@@ -1,9 +1,10 @@
-"""Text to parts of a token store, by several processes, and parts to a store; see hybrid_jax.data.prepare.
+"""Text to parts of a token store, by several processes; see hybrid_jax.data.prepare.
 
-A part is three files of a folder:
+A part is a few files of a folder:
 
     NNNNNN.bin      ids of the part's documents, end to end
-    NNNNNN.sizes    int64 [documents, 2]: tokens and UTF-8 bytes of each
+    NNNNNN.mask     of records: a byte for each id, 1 where it is learnt
+    NNNNNN.sizes    int64 [documents, 3]: tokens and UTF-8 bytes of each, and a hash of its text
     NNNNNN.json     counts, and a digest of them and of the other files; the last one written, so the part is whole
                     when it is there
 """
@@ -16,7 +17,6 @@ import multiprocessing
 import os
 import signal
 import threading
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
@@ -25,17 +25,18 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from hybrid_jax.data.documents import Reader, Span
+from hybrid_jax.data.documents import Field, Place, Reader, Records, Take
 from hybrid_jax.data.hub import Rows
-from hybrid_jax.data.store import StoreWriter
-from hybrid_jax.data.vocabulary import Vocabulary
+from hybrid_jax.data.inputs import Span
+from hybrid_jax.data.records import NOTHING_LEARNT
+from hybrid_jax.data.vocabulary import Encoder, Vocabulary
 from hybrid_jax.errors import UserError
 
-CALL_CHARACTERS = 2**20  # encoded at once
-_LONGEST = 2**31 - 1  # tokens of a document of a store
-_JOIN_TOKENS = 2**22  # copied at once
-_DIGEST_BYTES = 2**20  # read at once
+CALL_CHARACTERS = 2**16  # encoded at once: what comes of them stays in a core's cache
+SIZES = np.dtype("<i8")
 COUNTS = ("documents", "tokens", "text_bytes", "empty", "replaced")
+_LONGEST = 2**31 - 1  # tokens of a document of a store
+_DIGEST_BYTES = 2**20  # read at once
 
 
 # A part.
@@ -43,125 +44,198 @@ COUNTS = ("documents", "tokens", "text_bytes", "empty", "replaced")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is asked of every part."""
+    """What is asked of every part. records: their documents are prompts and responses. hashes: of texts are needed."""
 
     folder: str
     vocabulary: Vocabulary
     text_field: str
+    records: bool
     append_eod: bool
     max_tokens: int | None
+    hashes: bool
+
+    @property
+    def take(self) -> Take:
+        return Records() if self.records else Field(self.text_field)
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Of the files of a part without its last, .json."""
+        return (".bin", ".sizes", *((".mask",) if self.records else ()))
 
 
 def make_part(
-    job: Job, number: int, spans: Sequence[Span | Rows], encode: Callable, report: Callable
+    job: Job, number: int, spans: Sequence[Span | Rows], encode: Encoder, report: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Writes the part and returns its counts. report(bytes read, tokens made) is called as it goes on.
 
     A part is left at a document once it alone holds more than max_tokens. Raises UserError for what cannot be read
     or written; the part does not count as whole then.
     """
-    reader = Reader(job.text_field)
+    reader = Reader(job.take)
     stem = Path(job.folder, f"{number:06d}")
-    with whole_file(stem.with_suffix(".bin")) as out:
-        ids = _Ids(job, out, encode)
+    with contextlib.ExitStack() as stack:
+        files = {suffix: _Hashed(stack.enter_context(whole_file(stem.with_suffix(suffix)))) for suffix in job.suffixes}
+        ids = _Ids(job, files, encode)
         read = made = 0
 
         def flush() -> None:
             nonlocal read, made
-            ids.flush(span.path)
-            report(reader.bytes_read - read, ids.tokens + ids.length - made)
-            read, made = reader.bytes_read, ids.tokens + ids.length
+            ids.flush()
+            report(reader.bytes_read - read, ids.tokens + ids.open_tokens - made)
+            read, made = reader.bytes_read, ids.tokens + ids.open_tokens
+
+        def enough() -> bool:
+            return job.max_tokens is not None and ids.tokens > job.max_tokens
 
         for span in spans:
-            documents = reader.rows(span) if isinstance(span, Rows) else reader.documents(span)
-            for document in documents:
-                for piece in document:
-                    ids.add(piece)
+            for document in reader.rows(span) if isinstance(span, Rows) else reader.documents(span):
+                ids.begin(document.place)
+                for text, learn in document.pieces:
+                    ids.add(text, learn)
                     if ids.weight >= CALL_CHARACTERS:
                         flush()
                 ids.end()
-                if job.max_tokens is not None and ids.tokens > job.max_tokens:
+                if enough():
                     break
-            if job.max_tokens is not None and ids.tokens > job.max_tokens:
+            if enough():
                 break
         flush()
-    with whole_file(stem.with_suffix(".sizes")) as file:
-        file.write(np.asarray(ids.sizes, "<i8").tobytes())
-    counts = (len(ids.sizes) // 2, ids.tokens, sum(ids.sizes[1::2]), ids.empty, reader.replaced)
+    counts = (ids.documents, ids.tokens, ids.text_bytes, ids.empty, reader.replaced)
     stats: dict[str, Any] = dict(zip(COUNTS, counts, strict=True))
     if isinstance(spans[-1], Rows):
         stats["after"] = spans[-1].after
+    digest = _digest(stats, [files[suffix].digest.hexdigest() for suffix in job.suffixes])
     with whole_file(stem.with_suffix(".json")) as file:
-        file.write(json.dumps({**stats, "digest": _digest(stem, stats)}).encode())
+        file.write(json.dumps({**stats, "digest": digest}).encode())
     return stats
 
 
-class _Ids:
-    """The ids of documents that come in pieces, encoded many at a time; those without any are left out.
+class _Hashed:
+    """A file that is written, with the digest of what was."""
 
-    tokens: of the documents that are whole; length, size: tokens and bytes so far of the one that is not; weight:
-    of what waits to be encoded.
+    def __init__(self, file: BinaryIO):
+        self._file, self.digest = file, hashlib.blake2b(digest_size=16)
+
+    def write(self, values: np.ndarray) -> None:
+        raw = np.ascontiguousarray(values).view(np.uint8).data
+        self._file.write(raw)
+        self.digest.update(raw)
+
+
+class _Ids:
+    """Writes the ids of documents that come in pieces, encoded many at a time; those without any are left out.
+
+    documents, tokens, text_bytes: of those that are whole and written; open_tokens: written of one that is not whole;
+    weight: of what waits to be encoded.
     """
 
-    def __init__(self, job: Job, out: BinaryIO, encode: Callable[[list[str]], list[np.ndarray]]):
-        self._out, self._encode, self._dtype = out, encode, job.vocabulary.dtype
-        self._end = np.asarray([job.vocabulary.end_of_document] * job.append_eod, self._dtype)
-        self._texts: list[str] = []
-        self._ends: list[int] = []  # how many of them there were when a document ended
-        self.sizes = array("q")  # tokens and bytes of each document
-        self.tokens = self.empty = self.length = self.size = self.weight = 0
+    def __init__(self, job: Job, files: dict[str, _Hashed], encode: Encoder):
+        self._files, self._encode, self._dtype = files, encode, job.vocabulary.dtype
+        self._end, self._records, self._hashes = job.vocabulary.end_of_document, job.records, job.hashes
+        self._appends = job.append_eod and not job.records  # records hold their end-of-document ids
+        self.documents = self.tokens = self.text_bytes = self.empty = self.open_tokens = 0
+        self._open = np.zeros((1, 3), np.int64)  # of a document that is not whole: tokens, bytes, learnt tokens
+        self._forget()
 
-    def add(self, piece: str) -> None:
-        self._texts.append(piece)
-        self.weight += len(piece)
+    def _forget(self) -> None:
+        self.weight = 0
+        self._pieces: list[str | None] = []
+        self._sizes: list[int] = []  # of each piece: bytes
+        self._learnt: list[bool] = []
+        self._stops: list[int] = []  # of each document: pieces up to its end
+        self._places: list[Place] = []
+        self._hashed: list[int] = []
+
+    def begin(self, place: Place) -> None:
+        self._place = place
+        if self._hashes:
+            self._hash = hashlib.blake2b(digest_size=8)
+
+    def add(self, piece: str | None, learn: bool) -> None:
+        """None is the end-of-document id."""
+        self._pieces.append(piece)
+        self._learnt.append(learn)
+        size = 0
+        if piece is not None:
+            size = len(piece) if piece.isascii() else len(piece.encode())
+            self.weight += len(piece)
+            if self._hashes:
+                self._hash.update(piece.encode())
+        self._sizes.append(size)
 
     def end(self) -> None:
-        self._ends.append(len(self._texts))
+        if self._appends:
+            self.add(None, True)
+        self._stops.append(len(self._pieces))
+        self._places.append(self._place)
+        self._hashed.append(int.from_bytes(self._hash.digest(), "little", signed=True) if self._hashes else 0)
         self.weight += 64  # so that empty ones do not wait without end
 
-    def flush(self, path: str) -> None:
-        encoded = self._encode(self._texts)
-        at = 0
-        for stop in self._ends:
-            self._write(encoded[at:stop], self._texts[at:stop], path)
-            at = stop
-            if self.length:
-                self._out.write(self._end.data)
-                self.sizes.extend((self.length + len(self._end), self.size))
-                self.tokens += self.length + len(self._end)
-            else:
-                self.empty += 1
-            self.length = self.size = 0
-        self._write(encoded[at:], self._texts[at:], path)
-        self._texts, self._ends, self.weight = [], [], 0
+    def flush(self) -> None:
+        """Encodes and writes what came. Raises UserError for a document that is too long, or with nothing to learn."""
+        is_text = np.asarray([piece is not None for piece in self._pieces], bool)
+        encoded, lengths_of_texts = self._encode([piece for piece in self._pieces if piece is not None])
+        lengths = np.ones(len(is_text), np.int64)
+        lengths[is_text] = lengths_of_texts
+        learnt = np.asarray(self._learnt, bool)
+        counts = self._by_document(np.stack([lengths, np.asarray(self._sizes, np.int64), lengths * learnt], axis=1))
+        whole, last = counts[:-1], np.asarray(self._stops, np.int64) - 1
+        self._refuse(counts[:, 0] > _LONGEST, f"has over {_LONGEST} tokens; cut it in parts")
+        if self._records:  # of which the last id ends the document
+            self._refuse(whole[:, 2] <= learnt[last], f"{NOTHING_LEARNT}; mend or remove it")
+        empty = whole[:, 0] == self._appends
+        if self._appends:
+            lengths[last[empty]] = 0
+        ids = np.full(lengths.sum(), self._end or 0, self._dtype)
+        ids[np.repeat(is_text, lengths)] = encoded
+        self._files[".bin"].write(ids)
+        if self._records:
+            self._files[".mask"].write(np.repeat(learnt, lengths))
+        kept = np.stack([whole[:, 0], whole[:, 1], np.asarray(self._hashed, np.int64)], axis=1)[~empty]
+        self._files[".sizes"].write(kept.astype(SIZES, copy=False))
+        self.documents += len(kept)
+        self.empty += int(empty.sum())
+        self.tokens += int(kept[:, 0].sum())
+        self.text_bytes += int(kept[:, 1].sum())
+        self._open = counts[-1:]
+        self.open_tokens = int(self._open[0, 0])
+        self._forget()
 
-    def _write(self, encoded: list[np.ndarray], texts: list[str], path: str) -> None:
-        for ids, text in zip(encoded, texts, strict=True):
-            self._out.write(ids.astype(self._dtype, copy=False).data)
-            self.length += len(ids)
-            self.size += len(text.encode())
-        if self.length + len(self._end) > _LONGEST:
-            raise UserError(f"{path}: has a document of over {_LONGEST} tokens; cut it in parts")
+    def _by_document(self, values: np.ndarray) -> np.ndarray:
+        """Sums [documents + 1, 3] of values [pieces, 3]; the last of the document that is not whole."""
+        before = np.concatenate([np.zeros((1, 3), np.int64), np.cumsum(values, axis=0)])
+        sums = np.diff(before[[*self._stops, -1]], axis=0, prepend=np.zeros((1, 3), np.int64))
+        sums[:1] += self._open
+        return sums
+
+    def _refuse(self, documents: np.ndarray, why: str) -> None:
+        if documents.any():
+            raise UserError(f"{[*self._places, self._place][int(np.argmax(documents))]}: {why}")
 
 
-def whole_part(folder: Path, number: int) -> dict[str, Any] | None:
+def whole_part(job: Job, number: int) -> dict[str, Any] | None:
     """Its counts, and of a stream where that stood after it; None if the part is not there, or not as it was written.
     Reads all of it."""
-    stem = folder / f"{number:06d}"
+    stem = Path(job.folder, f"{number:06d}")
     try:
         written = json.loads(stem.with_suffix(".json").read_bytes())
         stats = {name: written[name] for name in (*COUNTS, "after") if name in written}
-        return stats if stats.keys() >= set(COUNTS) and written["digest"] == _digest(stem, stats) else None
+        digest = _digest(stats, [_digest_of(stem.with_suffix(suffix)) for suffix in job.suffixes])
+        return stats if stats.keys() >= set(COUNTS) and written["digest"] == digest else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _digest(stem: Path, stats: dict[str, Any]) -> str:
-    digest = hashlib.blake2b(json.dumps(stats).encode(), digest_size=16)
-    for suffix in (".bin", ".sizes"):
-        with stem.with_suffix(suffix).open("rb") as file:
-            while piece := file.read(_DIGEST_BYTES):
-                digest.update(piece)
+def _digest(stats: dict[str, Any], digests: Sequence[str]) -> str:
+    return hashlib.blake2b(json.dumps([stats, *digests]).encode(), digest_size=16).hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while piece := file.read(_DIGEST_BYTES):
+            digest.update(piece)
     return digest.hexdigest()
 
 
@@ -183,49 +257,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 # All parts.
-
-
-class NoStore(UserError):
-    """The parts are whole, but make no store."""
-
-
-def join(folder: Path, parts: Sequence[dict[str, int]], vocab: Vocabulary, max_tokens: int | None) -> dict[str, int]:
-    """Writes joined.bin and joined.idx from parts in order; returns the counts of what is in them.
-
-    Raises NoStore if not even the first document has at most max_tokens, and where there is no document.
-    """
-    total = dict.fromkeys(COUNTS, 0)
-    for suffix in (".bin", ".idx"):
-        (folder / f"joined{suffix}").unlink(missing_ok=True)
-    if not any(part["documents"] for part in parts):
-        raise NoStore("--input: no document with a token in it")
-    with StoreWriter(folder / "joined", vocab_size=vocab.size) as writer:
-        for number, part in enumerate(parts):
-            for name in ("empty", "replaced"):
-                total[name] += part[name]
-            if not part["documents"]:
-                continue
-            stem = folder / f"{number:06d}"
-            sizes, text_bytes = np.fromfile(stem.with_suffix(".sizes"), "<i8").reshape(-1, 2).T
-            tokens = np.asarray(np.memmap(stem.with_suffix(".bin"), vocab.dtype, "r"))
-            ends = np.cumsum(sizes)
-            kept = len(ends)
-            if max_tokens is not None:
-                kept = int(np.searchsorted(ends, max_tokens - total["tokens"], side="right"))
-            if not kept and not total["documents"]:
-                raise NoStore(f"--max_tokens: {max_tokens} is less than the first document, of {sizes[0]} tokens")
-            first = 0
-            while first < kept:
-                begin = int(ends[first] - sizes[first])
-                last = max(int(np.searchsorted(ends[:kept], begin + _JOIN_TOKENS, side="right")), first + 1)
-                writer.extend(tokens[begin : int(ends[last - 1])], sizes[first:last])
-                first = last
-            total["documents"] += kept
-            total["tokens"] += int(sizes[:kept].sum())
-            total["text_bytes"] += int(text_bytes[:kept].sum())
-            if kept < len(ends):
-                break
-    return total
 
 
 def make_parts(

@@ -1,97 +1,56 @@
 """Text files to a token store: python -m hybrid_jax.data.prepare --input texts/ --output corpus --tokenizer bytes
 
-Writes PREFIX.bin and PREFIX.idx (see hybrid_jax.data.store) and PREFIX.json, which says what they were made from.
+Writes PREFIX.bin and PREFIX.idx (see hybrid_jax.data.store) and PREFIX.json, which says what they were made from
+(hybrid_jax.data.manifest); with --records also PREFIX.mask.bin, with --validation_fraction also PREFIX.validation.*.
 The input is cut into parts; whole ones lie in PREFIX.parts/ until all are there and joined, so that a command that was
 ended can be given again and goes on; --dataset streams a data set of the Hugging Face hub in their place (see
 hybrid_jax.data.hub):
 
     plan.json       what was asked for, and the input files
     NNNNNN.*        parts, see hybrid_jax.data.parts
+    joined.*        the store, while the parts are joined
 """
 
 import argparse
 import contextlib
-import dataclasses
 import json
-import math
 import os
 import re
-import shutil
+import signal
 import sys
-import time
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from hybrid_jax.data.documents import ACCEPTED, Source, cut, find, sources
 from hybrid_jax.data.hub import Stream, missing_parts
-from hybrid_jax.data.manifest import FORMAT, VERSION, tokenizer_path
-from hybrid_jax.data.parts import Job, NoStore, join, make_parts, whole_file, whole_part
+from hybrid_jax.data.inputs import ACCEPTED, Source, cut, find, sources
+from hybrid_jax.data.join import Joined, NoStore, join
+from hybrid_jax.data.manifest import ENDINGS, FORMAT, VERSION, check_sizes, stem, tokenizer_path
+from hybrid_jax.data.parts import Job, make_parts, whole_file, whole_part
+from hybrid_jax.data.progress import Counted, Making
+from hybrid_jax.data.verify import verify
 from hybrid_jax.data.vocabulary import Vocabulary, vocabulary
 from hybrid_jax.errors import UserError
-from hybrid_jax.metrics import duration, short
 
 PART_BYTES, PARTS = 2**22, 2**12  # of input in a part, more where that would make more parts
+_PARTS_VERSION = 3
+_OPTIONS = ("records", "text_field", "append_eod", "max_tokens", "validation_fraction")
 
 
-class Progress:
-    """Share of the input, tokens, rate and time left: a bar on a terminal, else a line every ten seconds."""
-
-    def __init__(self, total_bytes: int, whole: dict[int, dict[str, int]], whole_bytes: int, limit: int | None):
-        self._stream: TextIO = sys.stderr
-        self._total, self._limit = total_bytes or math.inf, limit  # 0: not known
-        self._bytes, self._tokens = whole_bytes, sum(stats["tokens"] for stats in whole.values())
-        self._read = self._made = 0
-        self._first = self._share()
-        self._bar = self._stream.isatty()
-        self._began = self._last = time.monotonic()
-        self._drawn = False
-
-    def add(self, read: int, made: int) -> None:
-        self.set(self._read + read, self._made + made)
-
-    def set(self, read: int, made: int) -> None:
-        """Bytes read and tokens made by this process so far."""
-        self._read, self._made = read, made
-        now = time.monotonic()
-        if now - self._last < (0.1 if self._bar else 10.0):
-            return
-        self._last = now
-        seconds, share = now - self._began, self._share()
-        text = f"{share:4.0%}  {short(self._tokens + made)} tokens  {short(made / seconds)} tok/s"
-        if share > self._first:
-            text += f"  left {duration(seconds * (1 - share) / (share - self._first))}"
-        if self._bar:
-            room = min(shutil.get_terminal_size((100, 24)).columns - len(text) - 12, 30)
-            filled = round(room * share)
-            bar = f"{'█' * filled}{'░' * (room - filled)} " if room >= 5 else ""
-            print(f"\r\x1b[2Kprepare: {bar}{text}", end="", file=self._stream, flush=True)
-            self._drawn = True
-        else:
-            print(f"prepare: {text.strip()}", file=self._stream, flush=True)
-
-    def close(self) -> None:
-        if self._drawn:
-            print("\r\x1b[2K", end="", file=self._stream, flush=True)
-
-    def _share(self) -> float:
-        share = (self._bytes + self._read) / self._total
-        return min(max(share, (self._tokens + self._made) / self._limit if self._limit else 0.0), 1.0)
-
-
-def make_plan(options: argparse.Namespace, vocab: Vocabulary, files: Sequence[Source]) -> dict[str, Any]:
-    """What decides every byte of the store, as plan.json and the manifest hold it."""
+def make_plan(options: argparse.Namespace, vocab: Vocabulary, inputs: Sequence[Source]) -> dict[str, Any]:
+    """What decides every byte of the store, as plan.json and, without "parts", the manifest hold it."""
     return {
         "version": VERSION,
+        "parts": {"version": _PARTS_VERSION, "bytes": max(PART_BYTES, sum(x.size for x in inputs) // PARTS)},
         "tokenizer": {
             "name": vocab.name,
             "sha256": vocab.sha256,
             "vocab_size": vocab.size,
             "end_of_document": vocab.end_of_document,
         },
-        "options": {name: getattr(options, name) for name in ("text_field", "append_eod", "max_tokens")},
-        "part_bytes": max(PART_BYTES, sum(file.size for file in files) // PARTS),
-        "sources": [dataclasses.asdict(file) for file in files],
+        "options": {name: getattr(options, name) for name in _OPTIONS},
+        "sources": [{"path": x.path, "size": x.size, "digest": x.digest, "kind": x.kind} for x in inputs],
     }
 
 
@@ -105,54 +64,93 @@ def changed(old: dict[str, Any], new: dict[str, Any]) -> str:
         ids = (plan["tokenizer"]["end_of_document"] for plan in (old, new))
         return "--eod_token named the id {}, names {}".format(*ids)
     for name, value in new["options"].items():
-        if old["options"][name] != value:
-            return f"--{name} was {old['options'][name]}, is {value}"
-    before, now = ({file["path"]: file for file in plan["sources"]} for plan in (old, new))
+        if (was := old["options"].get(name, type(value)())) != value:
+            return f"--{name} was {was}, is {value}"
+    before, now = ({source["path"]: source for source in plan["sources"]} for plan in (old, new))
     for path in before | now:
+        called = f"the {(before | now)[path].get('kind', 'input file')} {path}"
         if path not in now or path not in before:
-            return f"the input file {path} is {'new' if path in now else 'gone'}"
-        if before[path] != now[path]:
-            return f"the input file {path} has changed"
+            return f"{called} is {'new' if path in now else 'gone'}"
+        if any(before[path][name] != now[path][name] for name in ("size", "digest")):
+            return f"{called} has changed"
     if list(before) != list(now):
         return "the input files have another order"
-    return "another version wrote it" if old.get("part_bytes", new["part_bytes"]) != new["part_bytes"] else ""
+    return "another version wrote it" if old.get("parts", new["parts"]) != new["parts"] else ""
 
 
-def run(options: argparse.Namespace) -> int:
-    """Everything between the options and the exit code. Raises UserError."""
+def check(options: argparse.Namespace) -> str:
+    """PREFIX of --output. Fills in what depends on other options. Raises UserError for what cannot be."""
     for name in ("workers", "max_tokens"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise UserError(f"--{name}: {value} is not positive")
-    prefix = os.path.expanduser(options.output).removesuffix(".idx").removesuffix(".bin")
+    if not 0 <= options.validation_fraction < 1:
+        raise UserError(f"--validation_fraction: {options.validation_fraction} is not in [0, 1)")
+    if options.output is None:
+        raise UserError("the following arguments are required: --output")
+    if (options.input is None) == (options.dataset is None):
+        raise UserError("--input: give it or --dataset, one of the two")
+    if options.split is not None and options.dataset is None:
+        raise UserError("--split: is one of a --dataset, and --input has none; leave it out")
+    options.split = options.split or "train"
+    if options.records and options.text_field is not None:
+        raise UserError("--text_field: --records has fields of its own; leave one of the two out")
+    if options.records and not options.append_eod:
+        raise UserError("--no-append_eod: the end of a response is learnt, so --records needs it; leave it out")
+    options.text_field = None if options.records else options.text_field or "text"
+    prefix = stem(options.output)
     if os.path.basename(prefix) in ("", ".", "..") or os.path.isdir(prefix):
         raise UserError(f"--output: {options.output!r} is a folder; name the store in it, as {prefix or '.'}/corpus")
     if not os.path.isdir(os.path.dirname(prefix) or "."):
         raise UserError(f"--output: there is no folder {os.path.dirname(prefix)}; make it first")
-    outputs = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx", ".json")]
+    return prefix
+
+
+def run(options: argparse.Namespace) -> int:
+    """Everything between the options and the exit code. Raises UserError."""
+    if options.verify:
+        if options.output or options.input or options.dataset:
+            raise UserError("--verify: makes no store; leave --input, --dataset and --output out")
+        return verify(options.verify)
+    prefix = check(options)
+    prefixes = [prefix, f"{prefix}.validation"][: 2 if options.validation_fraction else 1]
+    outputs = [Path(p + ending) for p in prefixes for ending in ENDINGS]
     folder = Path(f"{prefix}.parts")
     vocab = vocabulary(options.tokenizer, options.eod_token, options.append_eod)
-    if (options.input is None) == (options.dataset is None):
-        raise UserError("--input: give it or --dataset, one of the two")
     stream = Stream(options.dataset, options.split) if options.dataset else None
-    files = [stream.source] if stream else sources(find(options.input))
-    plan = make_plan(options, vocab, files)
+    inputs = [stream.source] if stream else sources(find(options.input))
+    read = set() if stream else {os.path.realpath(source.path) for source in inputs}
+    for path in outputs:
+        if path.is_dir():
+            raise UserError(f"--output: {path} is a folder; name another, or move it")
+        if os.path.realpath(path) in read:
+            raise UserError(f"--input: {path} is a file of the store that --output names; name another")
+    plan = make_plan(options, vocab, inputs)
     if not options.overwrite and not (folder / "plan.json").exists():
-        there = [path for path in outputs if path.exists()]
-        old = _read_json(outputs[2])
-        if len(there) == 3 and old.get("format") == FORMAT and not changed(old, plan):
+        if all(_is_whole(p, plan) for p in prefixes):
             _clear(folder)
-            print(f"{prefix}: is whole already, made from these files with these options")
+            print(f"{prefix}: is whole already, made from this input with these options")
             return 0
+        there = [path for path in outputs if path.exists() and not _holds(path, vocab.definition)]
         if there:
             raise UserError(f"--output: {there[0]} is there already; name another, or --overwrite replaces it")
+    job = Job(
+        str(folder),
+        vocab,
+        options.text_field,
+        options.records,
+        options.append_eod,
+        options.max_tokens,
+        options.validation_fraction > 0,
+    )
     with _locked(folder):
         try:
-            return _run(options, prefix, folder, outputs, vocab, plan, files, stream)
+            return _run(options, prefixes, job, plan, inputs, stream)
         except (UserError, KeyboardInterrupt, OSError) as error:
-            kept = 0 if isinstance(error, NoStore) else _parts_there(folder)
-            _clear_scratch(folder)  # of workers that were ended
-            if not kept:
-                _clear(folder)
+            with _uninterrupted():
+                kept = 0 if isinstance(error, NoStore) else _parts_there(folder)
+                _clear_scratch(folder)  # of workers that were ended
+                if not kept:
+                    _clear(folder)
             if isinstance(error, OSError):
                 raise UserError(f"{error.filename or folder}: {error.strerror or error}") from None
             if isinstance(error, UserError):
@@ -165,16 +163,26 @@ def run(options: argparse.Namespace) -> int:
             return 130
 
 
+def _is_whole(prefix: str, plan: dict[str, Any]) -> bool:
+    """Whether a store is there that this plan would make."""
+    about = _read_json(Path(f"{prefix}.json"))
+    try:
+        check_sizes(prefix, about)
+    except UserError:
+        return False
+    there = all(Path(prefix + ending).exists() for ending in (".bin", ".idx"))
+    return there and about.get("format") == FORMAT and not changed(about, plan)
+
+
 def _run(
     options: argparse.Namespace,
-    prefix: str,
-    folder: Path,
-    outputs: list[Path],
-    vocab: Vocabulary,
+    prefixes: Sequence[str],
+    job: Job,
     plan: dict[str, Any],
-    files: Sequence[Source],
+    inputs: Sequence[Source],
     stream: Stream | None,
 ) -> int:
+    folder = Path(job.folder)
     if options.overwrite:
         _clear(folder, keep_lock=True)
     old = _read_json(folder / "plan.json")
@@ -185,52 +193,105 @@ def _run(
         with whole_file(folder / "plan.json") as file:
             file.write(json.dumps(plan).encode())
     _clear_scratch(folder)
-    parts = [] if stream else cut(files, plan["part_bytes"])
-    there = sorted(int(path.stem) for path in folder.glob("*.json") if path.stem.isdigit())
-    found = {number: whole_part(folder, number) for number in there}
+    made = _make_parts(options, job, plan, inputs, stream)
+    if len(made) > 1:
+        print(f"prepare: joining {len(made)} parts", file=sys.stderr, flush=True)
+    progress = Counted(sum(part["tokens"] for part in made), "joined", "tokens")
+    try:
+        joined = join(job, made, options.validation_fraction, progress.add)
+    finally:
+        progress.close()
+    names = ["joined", "joined.validation"][: len(joined)]
+    splits = ["train", "validation"] if len(joined) > 1 else ["all"]
+    for name, split, store in zip(names, splits, joined, strict=True):
+        _write_manifest(folder / name, job, split, store, made, plan)
+    with _uninterrupted():
+        _place(folder, prefixes, names)
+        _clear(folder)
+    _report(prefixes, job.vocabulary, joined, made)
+    return 0
+
+
+def _make_parts(
+    options: argparse.Namespace, job: Job, plan: dict[str, Any], inputs: Sequence[Source], stream: Stream | None
+) -> list[dict[str, Any]]:
+    """The counts of all parts, in order."""
+    part_bytes = plan["parts"]["bytes"]
+    parts = [] if stream else cut(inputs, part_bytes)
+    there = sorted(int(path.stem) for path in Path(job.folder).glob("*.json") if path.stem.isdigit())
+    found = {number: whole_part(job, number) for number in there}
     whole = {number: stats for number, stats in found.items() if stats}
     if whole:
         print(f"prepare: {len(whole)}{f' of {len(parts)}' * bool(parts)} parts are whole already", file=sys.stderr)
     if stream:
         whole_bytes = sum(stats["text_bytes"] for stats in whole.values())
-        missing: Iterator[tuple[int, Sequence[Any]]] = missing_parts(
-            stream, options.text_field, plan["part_bytes"], whole
-        )
+        missing: Iterator[tuple[int, Sequence[Any]]] = missing_parts(stream, job.take, part_bytes, whole)
     else:
         whole_bytes = sum(span.end - span.start for number in whole for span in parts[number])
         missing = iter([(number, spans) for number, spans in enumerate(parts) if number not in whole])
-    progress = Progress(sum(file.size for file in files), whole, whole_bytes, options.max_tokens)
-    job = Job(str(folder), vocab, options.text_field, options.append_eod, options.max_tokens)
+    tokens = sum(stats["tokens"] for stats in whole.values())
+    progress = Making(sum(x.size for x in inputs), whole_bytes, tokens, options.max_tokens)
     workers = options.workers or _cores()
     workers = workers if stream else min(workers, max(len(parts) - len(whole), 1))
     try:
-        made = make_parts(job, missing, whole, workers, progress)
+        return make_parts(job, missing, whole, workers, progress)
     finally:
         progress.close()
-    if len(made) > 1:
-        print(f"prepare: joining {len(made)} parts", file=sys.stderr, flush=True)
-    counts = join(folder, made, vocab, options.max_tokens)
-    del plan["part_bytes"]
-    plan["tokenizer"]["bytes_per_token"] = counts["text_bytes"] / counts["tokens"]
-    manifest = {"format": FORMAT, **counts, "dtype": vocab.dtype.name, **plan}
-    for path in (*outputs[1:], Path(f"{prefix}.mask.bin")):  # of an older store: what does not fit must not stand there
-        path.unlink(missing_ok=True)
-    os.replace(folder / "joined.bin", outputs[0])
-    os.replace(folder / "joined.idx", outputs[1])
+
+
+def _write_manifest(
+    joined: Path, job: Job, split: str, store: Joined, made: Sequence[dict[str, Any]], plan: dict[str, Any]
+) -> None:
+    vocab = job.vocabulary
+    manifest = {
+        "format": FORMAT,
+        "documents": store.documents,
+        "tokens": store.tokens,
+        "text_bytes": store.text_bytes,
+        "loss_mask": job.records,
+        **({"learnt_tokens": store.learnt_tokens} if job.records else {}),
+        "split": split,
+        "files": store.files,
+        **{name: sum(part[name] for part in made) for name in ("empty", "replaced")},
+        "dtype": vocab.dtype.name,
+        **{name: value for name, value in plan.items() if name != "parts"},
+    }
+    manifest["tokenizer"] = {**plan["tokenizer"], "bytes_per_token": store.text_bytes / store.tokens}
     if vocab.definition:
-        with whole_file(tokenizer_path(prefix)) as file:
+        with whole_file(tokenizer_path(joined)) as file:
             file.write(vocab.definition.encode())
-    with whole_file(outputs[2]) as file:
+    with whole_file(Path(f"{joined}.json")) as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
-    _clear(folder)
-    print(
-        f"{prefix}: {_documents(counts['documents'])}, {counts['tokens']:,} tokens ({vocab.name}, {vocab.size:,} ids, "
-        f"{counts['text_bytes'] / counts['tokens']:.2f} bytes a token)"
-    )
+
+
+def _place(folder: Path, prefixes: Sequence[str], names: Sequence[str]) -> None:
+    """Gives the stores in `folder` their names, in place of older ones, of which nothing stays."""
+    older = list(prefixes)
+    if _read_json(Path(f"{prefixes[0]}.json")).get("split") == "train" and len(prefixes) == 1:
+        older.append(f"{prefixes[0]}.validation")  # made with it
+    for prefix in reversed(older):
+        for ending in reversed(ENDINGS):
+            Path(prefix + ending).unlink(missing_ok=True)
+    for prefix, name in reversed([*zip(prefixes, names, strict=True)]):
+        for ending in ENDINGS:
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(folder / f"{name}{ending}", prefix + ending)
+    with contextlib.suppress(OSError):  # not everywhere can a folder be opened
+        handle = os.open(folder.parent, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def _report(prefixes: Sequence[str], vocab: Vocabulary, joined: Sequence[Joined], made: Sequence[dict]) -> None:
+    for prefix, store in zip(prefixes, joined, strict=True):
+        learnt = f", {store.learnt_tokens:,} of them learnt" * bool(store.learnt_tokens)
+        print(
+            f"{prefix}: {_documents(store.documents)}, {store.tokens:,} tokens{learnt} ({vocab.name}, "
+            f"{vocab.size:,} ids, {store.text_bytes / store.tokens:.2f} bytes a token)"
+        )
     for name, what in (("empty", "left out, without a token"), ("replaced", "with bytes that are no UTF-8, replaced")):
-        if counts[name]:
-            print(f"{_documents(counts[name])} {what}")
-    return 0
+        if count := sum(part[name] for part in made):
+            print(f"{_documents(count)} {what}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -241,23 +302,25 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code: 2 for a mistake of the user, 130 for Ctrl-C."""
     parser = _Parser("python -m hybrid_jax.data.prepare", description=__doc__.split("\n", 1)[0])  # type: ignore[union-attr]
-    add = parser.add_argument
+    add, append = parser.add_argument, argparse.BooleanOptionalAction
     add("--input", nargs="+", metavar="PATH", help=f"files, folders or globs ({ACCEPTED})")
     add("--dataset", metavar="NAME[:CONFIG]", help="of the Hugging Face hub, streamed (pip install datasets)")
-    add("--split", default="train", metavar="NAME", help="of --dataset (default: train)")
-    add("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
+    add("--split", metavar="NAME", help="of --dataset (default: train)")
+    add("--output", metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
     add("--tokenizer", default="bytes", help="bytes, a tokenizer.json or a folder with one (default: bytes)")
-    add("--text_field", default="text", metavar="NAME", help="of .jsonl and .parquet (default: text)")
+    add("--text_field", metavar="NAME", help="of .jsonl and .parquet (default: text)")
+    add("--records", action="store_true", help="prompts and responses, or messages: learn the responses alone")
+    add("--validation_fraction", type=float, default=0.0, metavar="F", help="of documents for PREFIX.validation.*")
     add("--workers", type=int, metavar="N", help="processes (default: a core each)")
     add("--max_tokens", type=int, metavar="N", help="leave out the first document that would pass it, and all after")
-    append = argparse.BooleanOptionalAction
     add("--append_eod", action=append, default=True, help="end each document with the end-of-document id (default)")
     add("--eod_token", default="", metavar="NAME", help="of a tokenizer.json (default: a usual name that it has)")
     add("--overwrite", action="store_true", help="start anew and replace an older store")
+    add("--verify", metavar="PREFIX", help="reads a store and compares it with what was written; writes nothing")
     try:
         return run(parser.parse_args(arguments))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped: nothing was begun", file=sys.stderr)
@@ -281,6 +344,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _holds(path: Path, definition: str) -> bool:
+    """Whether a tokenizer lies there already that is the right one."""
+    return bool(definition) and path.suffix == ".json" and path.read_bytes() == definition.encode()
+
+
 def _parts_there(folder: Path) -> int:
     return sum(path.stem.isdigit() for path in folder.glob("*.json"))
 
@@ -292,7 +360,10 @@ def _clear_scratch(folder: Path) -> None:
 
 def _clear(folder: Path, *, keep_lock: bool = False) -> None:
     """Removes what this module put into the folder, plan.json first, and the folder if nothing else is in it."""
-    ours = re.compile(r"plan\.json|joined\.(bin|idx)|\d{6,}\.(bin|sizes|json)|\..*\.tmp" + r"|lock" * (not keep_lock))
+    ours = re.compile(
+        r"plan\.json|joined(\.validation)?\.(bin|idx|json|mask\.bin|tokenizer\.json)|\d{6,}\.(bin|mask|sizes|json)|"
+        r"\..*\.tmp" + r"|lock" * (not keep_lock)
+    )
     names = sorted(os.listdir(folder), key="plan.json".__ne__) if folder.is_dir() else []
     for name in names:
         if ours.fullmatch(name):
@@ -300,6 +371,18 @@ def _clear(folder: Path, *, keep_lock: bool = False) -> None:
     if not keep_lock:
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C is not heard in it, as it takes no time."""
+    main_thread = threading.current_thread() is threading.main_thread()
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN) if main_thread else None
+    try:
+        yield
+    finally:
+        if main_thread:
+            signal.signal(signal.SIGINT, old)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,8 @@ import numpy as np
 
 from hybrid_jax.errors import UserError
 
+FIELDS = ("prompt", "response", "completion", "messages")
+NOTHING_LEARNT = "its response is empty, so there is nothing to learn"
 _RESPONSES = ("response", "completion")
 _LEARNT_ROLE = "assistant"
 
@@ -28,23 +30,24 @@ def encode(
     """
     ids: list[np.ndarray] = []
     learnt: list[np.ndarray] = []
-    for text, learn in _parts(record):
+    for text, learn in parts(record):
         part = np.asarray(encoder(text) if text is not None else [end_of_document], np.int64)
         ids.append(part)
         learnt.append(np.full(len(part), learn))
     mask = np.concatenate(learnt)
     if sum(len(part) for part in ids) == 1 or not mask[:-1].any():
-        raise UserError("its response is empty, so there is nothing to learn")
+        raise UserError(NOTHING_LEARNT)
     return np.concatenate(ids), mask
 
 
-def _parts(record: Mapping[str, Any]) -> list[tuple[str | None, bool]]:
-    """(text, whether it is learnt) of each part; None is the end of the document."""
+def parts(record: Mapping[str, Any]) -> list[tuple[str | None, bool]]:
+    """(text, whether it is learnt) of each part; None is the end-of-document id, which is the last part always. A
+    field that is null counts as absent, as it has to be there in a table. Raises UserError as `encode` does."""
     if not isinstance(record, Mapping):
         raise UserError('is no JSON object with "prompt" and "response", or with "messages"')
-    if "messages" in record:
+    if record.get("messages") is not None:
         return _messages(record["messages"])
-    response = next((name for name in _RESPONSES if name in record), _RESPONSES[0])
+    response = next((name for name in _RESPONSES if record.get(name) is not None), _RESPONSES[0])
     for name in ("prompt", response):
         if not isinstance(record.get(name), str):
             raise UserError(f'has no text "{name}"; give "prompt" and "response", or "messages"')
@@ -54,7 +57,7 @@ def _parts(record: Mapping[str, Any]) -> list[tuple[str | None, bool]]:
 def _messages(messages: Any) -> list[tuple[str | None, bool]]:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise UserError('its "messages" are no list of objects with "role" and "content"')
-    parts: list[tuple[str | None, bool]] = []
+    found: list[tuple[str | None, bool]] = []
     for number, message in enumerate(messages, 1):
         role, content = (
             (message.get(name) for name in ("role", "content")) if isinstance(message, Mapping) else (None, None)
@@ -62,11 +65,11 @@ def _messages(messages: Any) -> list[tuple[str | None, bool]]:
         if not isinstance(role, str) or not isinstance(content, str):
             raise UserError(f'its message {number} is no object with the texts "role" and "content"')
         learn = role == _LEARNT_ROLE
-        parts.append((f"<|{role}|>\n", False))
-        parts.append((content, learn))
-        parts += [(None, True)] if learn else []
-        parts.append(("\n", False))
-    if not any(learn for _, learn in parts):
+        found.append((f"<|{role}|>\n", False))
+        found.append((content, learn))
+        found += [(None, True)] if learn else []
+        found.append(("\n", False))
+    if not any(learn for _, learn in found):
         raise UserError(f'none of its messages has the role "{_LEARNT_ROLE}", so there is nothing to learn')
-    parts.pop()
-    return parts if parts[-1][0] is None else [*parts, (None, False)]
+    found.pop()
+    return found if found[-1][0] is None else [*found, (None, False)]

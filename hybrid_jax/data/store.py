@@ -23,6 +23,7 @@ import hashlib
 import os
 import struct
 import uuid
+import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+from hybrid_jax.data.manifest import stem
 from hybrid_jax.errors import UserError
+from hybrid_jax.manifest import checksum
 
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)
@@ -54,7 +57,7 @@ class StoreReader:
     """
 
     def __init__(self, prefix: str | Path):
-        prefix = os.path.expanduser(prefix).removesuffix(".idx").removesuffix(".bin")
+        prefix = stem(prefix)
         self.idx, self.bin = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         self.mask = Path(f"{prefix}.mask.bin")
         for path in (self.idx, self.bin):
@@ -260,12 +263,14 @@ class StoreWriter:
     int32. With `masked`, which of the ids are learnt goes into PREFIX.mask.bin. Raises UserError for a
     vocabulary that int32 cannot number, for files that are there already and what cannot be written, and at
     the end for a store without tokens, or a masked one without a token to learn.
+
+    files: after the block, bytes and crc32 of each file, by its ending (".bin").
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int, masked: bool = False):
         if not 1 <= vocab_size <= 2**31:
             raise UserError(f"vocabulary of {vocab_size}: a token store holds 1 to {2**31} different ids")
-        prefix = os.path.expanduser(prefix).removesuffix(".idx").removesuffix(".bin")
+        prefix = stem(prefix)
         if not os.path.basename(prefix):
             raise UserError(
                 f"{prefix!r}: names no file; give a token store a name, such as {os.path.join(prefix, 'corpus')}"
@@ -279,6 +284,9 @@ class StoreWriter:
         self.dtype = np.dtype(DTYPES[self.code])
         self.num_tokens = 0
         self.num_documents = 0
+        self.files: dict[str, dict[str, int]] = {}
+        self._crcs = [0, 0, 0]  # of the ids, the index, the mask
+        self._uncut = 0  # tokens that belong to no document yet
         self._empty = array("q")  # numbers of the documents without tokens
         token = uuid.uuid4().hex[:8]
         self._final = [self.bin, self.idx, *([self.mask] if masked else [])]
@@ -299,13 +307,31 @@ class StoreWriter:
 
         Raises UserError as `append` does; nothing of the call is then in the store, a full disk apart.
         """
+        tokens, sizes = (np.asarray(x) if len(x) else np.empty(0, np.int64) for x in (tokens, sizes))
+        self._check_sizes(sizes, self._uncut + len(tokens))
+        self._write(tokens, learn, sizes)
+        self.cut(sizes)
+
+    def write(self, tokens: np.ndarray, learn: np.ndarray | None = None) -> None:
+        """Ids of documents that are not whole yet, as of `extend`; `cut` says later where they end."""
+        self._write(np.asarray(tokens), learn, None)
+
+    def cut(self, sizes: np.ndarray) -> None:
+        """Integers [documents] that cut the ids written since the last cut, and sum to as many."""
+        sizes = np.asarray(sizes) if len(sizes) else np.empty(0, np.int64)
+        self._check_sizes(sizes, self._uncut)
+        with self._errors():
+            self._files[1].write(np.ascontiguousarray(sizes[sizes > 0], _SIZE).data)
+        self._empty.extend((self.num_documents + np.flatnonzero(sizes == 0)).tolist())
+        self.num_documents += len(sizes)
+        self._uncut = 0
+
+    def _write(self, tokens: np.ndarray, learn: np.ndarray | None, sizes: np.ndarray | None) -> None:
         if not self._entered:
             raise ValueError("StoreWriter: use it in a with block, whose end gives the files their names")
-        tokens, sizes = (np.asarray(x) if len(x) else np.empty(0, np.int64) for x in (tokens, sizes))
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or sizes.ndim != 1 or sizes.dtype.kind not in "iu":
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(
-                "tokens and sizes: arrays of integers, of one dimension each; for text as bytes, "
-                "np.frombuffer(text, np.uint8)"
+                "tokens: are no array of integers, of one dimension; for text as bytes, np.frombuffer(text, np.uint8)"
             )
         if (learn is not None) != (len(self._final) == 3):
             raise ValueError("learn: is given for every document of a store made with masked=True, and for no other")
@@ -313,27 +339,33 @@ class StoreWriter:
             learn = np.asarray(learn) if len(learn) else np.empty(0, bool)
             if learn.dtype != bool or learn.shape != tokens.shape:
                 raise ValueError(f"learn: is no array of {len(tokens)} bools, one a token")
-        if (sizes.size and sizes.min() < 0) or int(sizes.sum()) != len(tokens):
-            raise ValueError(f"sizes: do not cut {len(tokens)} tokens")
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
+            place = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
+            more = 0 if sizes is None else int(np.searchsorted(np.cumsum(sizes), place, side="right"))
+            raise UserError(
+                f"{self.bin}: document {self.num_documents + more} has the id {tokens[place]}, not one of the "
+                f"vocabulary's {self.vocab_size}"
+            )
+        with self._errors():
+            self._put(0, np.ascontiguousarray(tokens, self.dtype))
+            if learn is not None:
+                self._put(2, np.ascontiguousarray(learn, _LEARN))
+                self._any_learnt |= bool(learn.any())
+        self.num_tokens += len(tokens)
+        self._uncut += len(tokens)
+
+    def _put(self, number: int, values: np.ndarray) -> None:
+        self._files[number].write(values.data)
+        self._crcs[number] = zlib.crc32(values.data, self._crcs[number])
+
+    def _check_sizes(self, sizes: np.ndarray, tokens: int) -> None:
+        if sizes.ndim != 1 or sizes.dtype.kind not in "iu":
+            raise ValueError("sizes: are no array of integers, of one dimension")
+        if (sizes.size and sizes.min() < 0) or int(sizes.sum()) != tokens:
+            raise ValueError(f"sizes: do not cut {tokens} tokens")
         if sizes.size and sizes.max() > _LONGEST:
             number = self.num_documents + int(np.argmax(sizes > _LONGEST))
             raise UserError(f"{self.bin}: document {number} has {sizes.max()} tokens, over {_LONGEST}; cut it in parts")
-        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
-            place = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
-            number = self.num_documents + int(np.searchsorted(np.cumsum(sizes), place, side="right"))
-            raise UserError(
-                f"{self.bin}: document {number} has the id {tokens[place]}, not one of the vocabulary's "
-                f"{self.vocab_size}"
-            )
-        with self._errors():
-            self._files[0].write(np.ascontiguousarray(tokens, self.dtype).data)
-            self._files[1].write(np.ascontiguousarray(sizes[sizes > 0], _SIZE).data)
-            if learn is not None:
-                self._files[2].write(np.ascontiguousarray(learn, _LEARN).data)
-                self._any_learnt |= bool(learn.any())
-        self._empty.extend((self.num_documents + np.flatnonzero(sizes == 0)).tolist())
-        self.num_tokens += len(tokens)
-        self.num_documents += len(sizes)
 
     def __enter__(self) -> "StoreWriter":
         with self._errors():
@@ -355,6 +387,8 @@ class StoreWriter:
             self._discard()
 
     def _finish(self) -> None:
+        if self._uncut:
+            raise ValueError(f"StoreWriter: {self._uncut} tokens belong to no document")
         if not self.num_tokens:
             raise UserError(f"{self.bin}: not written: no document with a token was added")
         if not self._any_learnt:
@@ -381,6 +415,10 @@ class StoreWriter:
             file.flush()
             os.fsync(file.fileno())
             file.close()
+        self._crcs[1] = checksum(self._scratch[1])  # its header came last
+        for path, scratch, crc in zip(self._final, self._scratch, self._crcs, strict=False):
+            ending = path.name.removeprefix(self.bin.name.removesuffix(".bin"))
+            self.files[ending] = {"bytes": scratch.stat().st_size, "crc32": crc}
         for number in (*range(2, len(self._final)), 0, 1):  # the index last: a store is there when its index is
             os.replace(self._scratch[number], self._final[number])
 

@@ -130,7 +130,7 @@ def _check_apart(data: "DataConfig", validation: list[Opened]) -> None:
     trained = [part.prefix for part in mixture.parse(data.path)]
     for store in validation:
         for prefix in trained:
-            if os.path.realpath(f"{mixture.stem(prefix)}.idx") == os.path.realpath(store.reader.idx):
+            if os.path.realpath(f"{manifest.stem(prefix)}.idx") == os.path.realpath(store.reader.idx):
                 raise UserError(
                     f"config.data.validation_path: {prefix} is in config.data.path too, so it would be validated on "
                     "what it was trained on; name another store, or leave it empty for data.validation_fraction"
@@ -210,6 +210,7 @@ def _open_checked(prefix: str, vocab_size: int, key: str) -> Opened:
                 raise UserError(
                     f"{reader.mask}: no such file; it is the store's loss mask and has to be copied with it"
                 )
+            manifest.check_sizes(prefix, about)
     except UserError as error:
         raise UserError(f"config.data.{key}: {error}") from None
     if made_by is not None and (needed := max(made_by.vocab_size, made_by.end_of_document + 1)) > vocab_size:

@@ -110,7 +110,7 @@ def test_another_revision_is_refused(tmp_path, hub, command, capsys):
     assert run(*command) == 2
     capsys.readouterr()
     hub.hash = "def"
-    assert "the input file owner/name:small:train has changed" in refused(capsys, *command)
+    assert "the data set owner/name:small:train has changed" in refused(capsys, *command)
 
 
 def test_what_cannot_be_had_is_one_line(tmp_path, hub, command, capsys, monkeypatch):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import tokenizers
 
 from hybrid_jax import data
 from hybrid_jax.config import DataConfig
-from hybrid_jax.data import documents, prepare
+from hybrid_jax.data import documents, inputs, prepare
 from hybrid_jax.data import parts as parts_lib
 from hybrid_jax.data.store import StoreReader
 
@@ -151,7 +152,7 @@ def test_workers_change_no_byte(tmp_path, bpe_file, monkeypatch):
     folder = many(tmp_path / "in")
     monkeypatch.setattr(prepare, "PART_BYTES", 2**15)
     common = ("--input", folder, "--tokenizer", bpe_file)
-    assert len(documents.cut(documents.sources(documents.find([str(folder)])), 2**15)) >= 8
+    assert len(inputs.cut(inputs.sources(inputs.find([str(folder)])), 2**15)) >= 8
     for workers in (1, 2):
         assert run(*common, "--output", tmp_path / f"store{workers}", workers=workers) == 0
         assert run(*common, "--output", tmp_path / f"cut{workers}", "--max_tokens", 50_000, workers=workers) == 0
@@ -161,16 +162,20 @@ def test_workers_change_no_byte(tmp_path, bpe_file, monkeypatch):
     assert 45_000 < StoreReader(tmp_path / "cut1").num_tokens <= 50_000 < StoreReader(tmp_path / "store1").num_tokens
 
 
+def joined(document):
+    return "".join(text for text, _ in document.pieces)
+
+
 def test_parts_cut_files_of_lines_anywhere(tmp_path, monkeypatch):
     """Each line belongs to one part, wherever the cuts fall: on a line's first byte, its end, or inside it."""
     written = [f"{i} " + "x" * (i % 7) for i in range(60)]
     raw = b"\xef\xbb\xbf" + b"\r\n".join(json.dumps({"text": t}).encode() for t in written)
     write(tmp_path, {"a.jsonl": raw + b"\n\n"})
-    files = documents.sources([str(tmp_path / "a.jsonl")])
+    files = inputs.sources([str(tmp_path / "a.jsonl")])
     for part_bytes in (*range(1, 40), 10**6):
-        spans = [span for part in documents.cut(files, part_bytes) for span in part]
-        reader = documents.Reader("text")
-        assert ["".join(d) for span in spans for d in reader.documents(span)] == written
+        spans = [span for part in inputs.cut(files, part_bytes) for span in part]
+        reader = documents.Reader(documents.Field("text"))
+        assert [joined(d) for span in spans for d in reader.documents(span)] == written
         assert reader.bytes_read == files[0].size and reader.replaced == 0
 
 
@@ -192,7 +197,8 @@ def test_manifest(tmp_path, bpe_file):
     assert run(*arguments, "--tokenizer", bpe_file) == 0
     manifest = json.loads((tmp_path / "store.json").read_text())
     reader = StoreReader(tmp_path / "store")
-    sources = manifest.pop("sources")
+    sources, files = manifest.pop("sources"), manifest.pop("files")
+    assert {source["kind"] for source in sources} == {"input file"}
     assert [(Path(s["path"]).name, s["size"]) for s in sources] == [
         ("a.txt", 8),
         ("b.jsonl", 17),
@@ -211,9 +217,22 @@ def test_manifest(tmp_path, bpe_file):
         "text_bytes": 8 + 4 + 4,
         "empty": 1,
         "replaced": 1,
+        "loss_mask": False,
+        "split": "all",
         "dtype": "uint16",
         "tokenizer": {"name": str(bpe_file), "vocab_size": 500, "end_of_document": 1},
-        "options": {"text_field": "body", "append_eod": True, "max_tokens": None},
+        "options": {
+            "records": False,
+            "text_field": "body",
+            "append_eod": True,
+            "max_tokens": None,
+            "validation_fraction": 0.0,
+        },
+    }
+    assert files == {
+        suffix: {"bytes": len(raw), "crc32": zlib.crc32(raw)}
+        for suffix in (".bin", ".idx")
+        for raw in [(tmp_path / f"store{suffix}").read_bytes()]
     }
 
 
@@ -310,7 +329,8 @@ def test_killed_in_the_middle_goes_on_where_it_was(tmp_path, bpe_file, large, wo
     first.tofile(tmp_path / "altered.parts" / "000000.bin")
     record = tmp_path / "altered.parts" / "000000.json"
     counts = {name: count for name, count in json.loads(record.read_bytes()).items() if name != "digest"}
-    digest = parts_lib._digest(record.with_suffix(""), counts)
+    files = [record.with_suffix(suffix) for suffix in (".bin", ".sizes")]
+    digest = parts_lib._digest(counts, [parts_lib._digest_of(file) for file in files])
     record.write_text(json.dumps({**counts, "digest": digest}))
     # One that is not as it was written is.
     with (parts / kept[-1].name).with_suffix(".bin").open("r+b") as file:

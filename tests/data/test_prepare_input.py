@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from hybrid_jax.data import documents, prepare
+from hybrid_jax.data import documents, inputs, prepare
+from hybrid_jax.data import progress as progress_lib
 from hybrid_jax.data.store import StoreReader
 from tests.data.test_prepare import (
     ROOT,
@@ -91,7 +92,7 @@ def test_corrupt_gz(tmp_path, capsys, damage):
 
 def test_nothing_to_read(tmp_path, capsys):
     write(tmp_path, {"other/x.bin": "a", "blank/x.txt": ""})
-    kinds = documents.ACCEPTED
+    kinds = inputs.ACCEPTED
     for name, what in (
         ("missing", "no such file or folder, and no file matches it"),
         ("*.txt", "no such file or folder, and no file matches it"),
@@ -124,10 +125,10 @@ def test_unreadable_file_and_folder(tmp_path, capsys, monkeypatch):
 
 def test_file_that_changes_meanwhile(tmp_path):
     write(tmp_path, {"a.txt": "alpha"})
-    ((span,),) = documents.cut(documents.sources([str(tmp_path / "a.txt")]), 100)
+    ((span,),) = inputs.cut(inputs.sources([str(tmp_path / "a.txt")]), 100)
     write(tmp_path, {"a.txt": "alpha beta"})
     with pytest.raises(prepare.UserError, match="changed while it was being prepared"):
-        list(documents.Reader("text").documents(span))
+        list(documents.Reader(documents.Field("text")).documents(span))
 
 
 @pytest.mark.parametrize("name, package", [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
@@ -208,8 +209,8 @@ def test_progress_is_lines_or_a_bar(monkeypatch):
     for stream in (io.StringIO(), Terminal()):
         monkeypatch.setattr(sys, "stderr", stream)
         now = [100.0]
-        monkeypatch.setattr(prepare.time, "monotonic", lambda now=now: now[0])
-        progress = prepare.Progress(1000, {0: dict(tokens=50)}, 200, None)
+        monkeypatch.setattr(progress_lib.time, "monotonic", lambda now=now: now[0])
+        progress = progress_lib.Making(1000, 200, 50, None)
         for _ in range(4):
             now[0] += 10
             progress.add(100, 25)

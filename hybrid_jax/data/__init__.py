@@ -5,6 +5,17 @@ process.
 global_batch_size=8)` is a step's batch; see `Dataset` for what is in it.
 """
 
+import sys
+
+if "hybrid_jax.data.prepare" in sys.orig_argv:  # python -m, whose imports begin here: Ctrl-C gives no traceback
+    try:
+        from hybrid_jax import signals
+
+        signals.AT_ONCE.listen()
+    except KeyboardInterrupt:
+        print("\nCtrl-C: stopped", file=sys.stderr)
+        raise SystemExit(130) from None
+
 import dataclasses
 import hashlib
 from collections.abc import Iterable

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybrid_jax import signals
 from hybrid_jax.data.hub import Stream, missing_parts
 from hybrid_jax.data.inputs import ACCEPTED, Source, cut, find, sources
 from hybrid_jax.data.join import Joined, NoStore, join
@@ -299,8 +300,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(" ".join(message.removeprefix("argument ").split()))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The command; returns the exit code: 2 for a mistake of the user, 130 for Ctrl-C."""
+def _parser() -> argparse.ArgumentParser:
     parser = _Parser("python -m hybrid_jax.data.prepare", description=__doc__.split("\n", 1)[0])  # type: ignore[union-attr]
     add, append = parser.add_argument, argparse.BooleanOptionalAction
     add("--input", nargs="+", metavar="PATH", help=f"files, folders or globs ({ACCEPTED})")
@@ -317,8 +317,13 @@ def main(arguments: Sequence[str]) -> int:
     add("--eod_token", default="", metavar="NAME", help="of a tokenizer.json (default: a usual name that it has)")
     add("--overwrite", action="store_true", help="start anew and replace an older store")
     add("--verify", metavar="PREFIX", help="reads a store and compares it with what was written; writes nothing")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; returns the exit code: 2 for a mistake of the user, 130 for Ctrl-C."""
     try:
-        return run(parser.parse_args(arguments))
+        return run(_parser().parse_args(arguments))
     except UserError as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
@@ -405,4 +410,5 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    signals.AT_ONCE.__exit__()  # `main` answers from here on
     sys.exit(main(sys.argv[1:]))

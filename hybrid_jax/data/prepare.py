@@ -129,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.overwrite and not (folder / "plan.json").exists():
         if all(_is_whole(p, plan) for p in prefixes):
             _clear(folder)
-            print(f"{prefix}: is whole already, made from this input with these options")
+            print(f"{_printable(prefix)}: is whole already, made from this input with these options")
             return 0
         there = [path for path in outputs if path.exists() and not _holds(path, vocab.definition)]
         if there:
@@ -287,7 +287,7 @@ def _report(prefixes: Sequence[str], vocab: Vocabulary, joined: Sequence[Joined]
     for prefix, store in zip(prefixes, joined, strict=True):
         learnt = f", {store.learnt_tokens:,} of them learnt" * bool(store.learnt_tokens)
         print(
-            f"{prefix}: {_documents(store.documents)}, {store.tokens:,} tokens{learnt} ({vocab.name}, "
+            f"{_printable(prefix)}: {_documents(store.documents)}, {store.tokens:,} tokens{learnt} ({vocab.name}, "
             f"{vocab.size:,} ids, {store.text_bytes / store.tokens:.2f} bytes a token)"
         )
     for name, what in (("empty", "left out, without a token"), ("replaced", "with bytes that are no UTF-8, replaced")):
@@ -325,11 +325,19 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return run(_parser().parse_args(arguments))
     except UserError as error:
-        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        print(f"error: {_printable(' '.join(str(error).splitlines()))}", file=sys.stderr)
+        return 2
+    except OSError as error:  # before anything was begun
+        print(f"error: {_printable(str(error.filename))}: {error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped: nothing was begun", file=sys.stderr)
         return 130
+
+
+def _printable(text: str) -> str:
+    """With names that are no text, as a file's may be, written as bytes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _documents(count: int) -> str:

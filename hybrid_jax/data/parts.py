@@ -75,7 +75,8 @@ def make_part(
     reader = Reader(job.take)
     stem = Path(job.folder, f"{number:06d}")
     with contextlib.ExitStack() as stack:
-        files = {suffix: _Hashed(stack.enter_context(whole_file(stem.with_suffix(suffix)))) for suffix in job.suffixes}
+        paths = {suffix: stem.with_suffix(suffix) for suffix in job.suffixes}
+        files = {suffix: _Hashed(path, stack.enter_context(whole_file(path))) for suffix, path in paths.items()}
         ids = _Ids(job, files, encode)
         read = made = 0
 
@@ -114,12 +115,15 @@ def make_part(
 class _Hashed:
     """A file that is written, with the digest of what was."""
 
-    def __init__(self, file: BinaryIO):
-        self._file, self.digest = file, hashlib.blake2b(digest_size=16)
+    def __init__(self, path: Path, file: BinaryIO):
+        self._path, self._file, self.digest = path, file, hashlib.blake2b(digest_size=16)
 
     def write(self, values: np.ndarray) -> None:
         raw = np.ascontiguousarray(values).view(np.uint8).data
-        self._file.write(raw)
+        try:
+            self._file.write(raw)
+        except OSError as error:
+            raise _unwritten(self._path, error) from None
         self.digest.update(raw)
 
 
@@ -250,10 +254,14 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(scratch, path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise _unwritten(path, error) from None
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)
+
+
+def _unwritten(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: cannot be written: {error.strerror or error}")
 
 
 # All parts.

@@ -33,9 +33,13 @@ class References:
 
     run: training.Reference
     store: preparing.Reference
+    records: preparing.Reference
     skipped: training.Reference | None = None
     rolled_back: training.Reference | None = None
     two: training.Reference | None = None
+
+    def a_store(self, rng: random.Random) -> preparing.Reference:
+        return rng.choice((self.store, self.records))
 
 
 Fault = Callable[[References, random.Random, Trial], None]
@@ -44,7 +48,7 @@ Fault = Callable[[References, random.Random, Trial], None]
 def kills(kind: str) -> Fault:
     if kind == "kill-run":
         return lambda r, rng, trial: training.kills(r.run, rng, trial)
-    return lambda r, rng, trial: preparing.kills(r.store, rng, trial)
+    return lambda r, rng, trial: preparing.kills(r.a_store(rng), rng, trial)
 
 
 def others() -> dict[str, Fault]:
@@ -59,13 +63,15 @@ def others() -> dict[str, Fault]:
             found[f"store{suffix}-{how}"] = lambda r, rng, trial, h=how, s=suffix: training.damaged_store(
                 h, s, r.run, rng, trial
             )
-        found[f"parts-{how}"] = lambda r, rng, trial, h=how: preparing.damaged_parts(h, r.store, rng, trial)
+        found[f"parts-{how}"] = lambda r, rng, trial, h=how: preparing.damaged_parts(h, r.a_store(rng), rng, trial)
     found["checkpoints-damaged"] = lambda r, rng, trial: training.damaged_checkpoints(r.run, rng, trial)
     found["store-cut"] = lambda r, rng, trial: training.store_cut_short_under_the_run(r.run, rng, trial)
     for number in (signal.SIGINT, signal.SIGTERM):
-        found[f"prepare-{number.name}"] = lambda r, rng, trial, n=number: preparing.signals(n, r.store, rng, trial)
+        found[f"prepare-{number.name}"] = lambda r, rng, trial, n=number: preparing.signals(
+            n, r.a_store(rng), rng, trial
+        )
     found["disk-run"] = lambda r, rng, trial: disk.under_a_run(r.run, rng, trial)
-    found["disk-prepare"] = lambda r, rng, trial: disk.under_prepare(r.store, rng, trial)
+    found["disk-prepare"] = lambda r, rng, trial: disk.under_prepare(r.a_store(rng), rng, trial)
     found["nan-memory"] = lambda r, rng, trial: nonfinite.in_memory(r.run, rng, trial)
     found["nan-skipped"] = lambda r, rng, trial: nonfinite.in_data(_there(r.skipped), rng, trial)
     found["nan-rolled-back"] = lambda r, rng, trial: nonfinite.in_data(_there(r.rolled_back), rng, trial)
@@ -129,7 +135,10 @@ def make_references(folder: Path, options: argparse.Namespace) -> References:
     base.mkdir()
     preparing.write_inputs(base / "text", random.Random(0))
     store = preparing.run_reference(base, base / "text")
-    found = References(training.run_reference(base, store.prefix), store)
+    (base / "masked").mkdir()
+    preparing.write_records(base / "records", random.Random(0))
+    records = preparing.run_reference(base / "masked", base / "records", preparing.RECORDS)
+    found = References(training.run_reference(base, store.prefix), store, records)
     wanted = (options.only or "").partition(":")[0]
     every = not wanted and options.rounds > 0
     if every or wanted == "nan-skipped":

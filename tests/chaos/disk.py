@@ -90,7 +90,7 @@ def under_prepare(reference: preparing.Reference, rng: random.Random, trial: Tri
         limit = round(rng.uniform(0.01, 0.9) * size)
         before = lambda: _limit_files(limit)  # noqa: E731
     since = len(trial.said())
-    run = preparing.start(reference.inputs, preparing.prefix(trial), trial.out, rng.randint(1, 2), before=before)
+    run = preparing.start(reference, preparing.prefix(trial), trial.out, rng.randint(1, 2), before=before)
     if not run.wait(LIMIT):
         run.kill()
     trial.hit("a limit on file sizes under prepare" if problem else "disk full under prepare")

@@ -198,6 +198,7 @@ def store_differences(prefix: Path, reference: Path) -> list[str]:
 
 
 def document_changes(prefix: Path, number_of_documents: int) -> tuple[int, int]:
-    """(lost, duplicated): documents are numbered, "document 17 ..."."""
-    numbers = [int(text.split()[1]) for text in documents(prefix)]
+    """(lost, duplicated), of a store with its validation store: documents are numbered, "document 17 ..."."""
+    stores = [prefix, *(path.with_suffix("") for path in prefix.parent.glob(f"{prefix.name}.validation.idx"))]
+    numbers = [int(text.split()[1]) for store in stores for text in documents(store)]
     return number_of_documents - len({*numbers}), len(numbers) - len({*numbers})

@@ -20,13 +20,28 @@ DOCUMENTS = 6000
 MOST_KILLS = 4  # of a store
 
 
+RECORDS = ("--records", "--validation_fraction", "0.2")
+
+
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """The undisturbed store."""
+    """The undisturbed store, and with which options it is made."""
 
     inputs: Path
     prefix: Path
+    options: tuple[str, ...]
     seconds: float
+
+
+def write_records(folder: Path, rng: random.Random) -> None:
+    """DOCUMENTS numbered prompts with responses, in two kinds of file."""
+    folder.mkdir()
+    for file in range(6):
+        lines = "".join(
+            json.dumps({"prompt": f"document {n} ", "response": "x" * rng.randint(1, 500)}) + "\n"
+            for n in range(file, DOCUMENTS, 6)
+        ).encode()
+        (folder / f"{file}.jsonl{'.gz' * (file % 2)}").write_bytes(gzip.compress(lines) if file % 2 else lines)
 
 
 def write_inputs(folder: Path, rng: random.Random) -> None:
@@ -44,19 +59,21 @@ def write_inputs(folder: Path, rng: random.Random) -> None:
         (folder / f"file{n}.txt").write_text(f"document {n} {' '.join(rng.choices(words, k=rng.randint(1, 3000)))}")
 
 
-def start(inputs: Path, prefix: Path, out: Path, workers: int, more: Sequence[str] = (), **named: Any) -> Process:
-    arguments = ["-m", "tests.chaos.small_parts", "--input", str(inputs), "--output", str(prefix)]
-    return command([sys.executable, *arguments, "--workers", str(workers), *more], out, **named)
+def start(
+    reference: Reference, prefix: Path, out: Path, workers: int, more: Sequence[str] = (), **named: Any
+) -> Process:
+    arguments = ["-m", "tests.chaos.small_parts", "--input", str(reference.inputs), "--output", str(prefix)]
+    return command([sys.executable, *arguments, *reference.options, "--workers", str(workers), *more], out, **named)
 
 
-def run_reference(folder: Path, inputs: Path) -> Reference:
-    prefix = folder / "store"
+def run_reference(folder: Path, inputs: Path, options: tuple[str, ...] = ()) -> Reference:
+    reference = Reference(inputs, folder / "store", options, 0.0)
     began = time.monotonic()
-    run = start(inputs, prefix, folder / "out.txt", 1)
+    run = start(reference, reference.prefix, folder / "out.txt", 1)
     run.wait(LIMIT)
-    if run.code != 0 or outcome.document_changes(prefix, DOCUMENTS) != (0, 0):
+    if run.code != 0 or outcome.document_changes(reference.prefix, DOCUMENTS) != (0, 0):
         raise SystemExit(f"error: the undisturbed store fails with {run.code}; see {folder / 'out.txt'}")
-    return Reference(inputs, prefix, time.monotonic() - began)
+    return dataclasses.replace(reference, seconds=time.monotonic() - began)
 
 
 def kills(reference: Reference, rng: random.Random, trial: Trial) -> None:
@@ -75,7 +92,7 @@ def _killed(reference: Reference, rng: random.Random, trial: Trial) -> bool:
     by_file = rng.random() < 0.5
     since = len(trial.said())
     asked = {KILL_IN: victim, KILL_AT: str(rng.randint(1, 60)), KILL_UNDER: str(trial.folder)} if by_file else {}
-    run = start(reference.inputs, prefix(trial), trial.out, workers, environment=asked)
+    run = start(reference, prefix(trial), trial.out, workers, environment=asked)
     if by_file:
         run.wait(LIMIT)
     else:
@@ -102,7 +119,7 @@ def _killed(reference: Reference, rng: random.Random, trial: Trial) -> bool:
 
 
 def finish_and_compare(reference: Reference, rng: random.Random, trial: Trial) -> None:
-    run = start(reference.inputs, prefix(trial), trial.out, rng.randint(1, 2))
+    run = start(reference, prefix(trial), trial.out, rng.randint(1, 2))
     if not run.wait(LIMIT):
         run.kill()
     if run.code != 0:
@@ -125,7 +142,7 @@ def prefix(trial: Trial) -> Path:
 
 def signals(number: signal.Signals, reference: Reference, rng: random.Random, trial: Trial) -> None:
     """While it works: before that it imports, and Python answers."""
-    run = start(reference.inputs, prefix(trial), trial.out, rng.randint(1, 2))
+    run = start(reference, prefix(trial), trial.out, rng.randint(1, 2))
     run.wait(LIMIT, until=Path(f"{prefix(trial)}.parts").exists)
     run.wait(rng.uniform(0, 0.5) * reference.seconds)
     run.send(number)
@@ -142,7 +159,7 @@ def damaged_parts(how: str, reference: Reference, rng: random.Random, trial: Tri
     """A file of the parts that a killed command left."""
     folder, target = Path(f"{prefix(trial)}.parts"), rng.randint(2, 10)
     while True:
-        run = start(reference.inputs, prefix(trial), trial.out, 1)
+        run = start(reference, prefix(trial), trial.out, 1)
         run.wait(LIMIT, until=lambda: len([*folder.glob("[0-9]*.json")]) >= target)
         run.kill()
         files = [p for p in sorted(folder.glob("[0-9p]*")) if p.stat().st_size] if folder.is_dir() else []
@@ -155,11 +172,11 @@ def damaged_parts(how: str, reference: Reference, rng: random.Random, trial: Tri
     trial.hit(f"a file of prepare's parts {how}", path.name)
     if path.name == "plan.json":  # the record of what was asked for: it may refuse, and begin anew when told to
         since = len(trial.said())
-        run = start(reference.inputs, prefix(trial), trial.out, 1)
+        run = start(reference, prefix(trial), trial.out, 1)
         run.wait(LIMIT)
         if run.code != 0:
             trial.expect_error_line(run.code, since, "--overwrite")
-            run = start(reference.inputs, prefix(trial), trial.out, 1, more=["--overwrite"])
+            run = start(reference, prefix(trial), trial.out, 1, more=["--overwrite"])
             run.wait(LIMIT)
         trial.expect(run.code == 0, f"after a damaged plan.json: exit code {run.code}")
     finish_and_compare(reference, rng, trial)

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import re
+from collections import Counter
 
 import pytest
 
@@ -26,6 +28,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "torch is not installed" in str(r.longrepr)]
-    if skipped:
-        terminalreporter.write_line(f"{len(skipped)} tests marked torch were skipped: torch is not installed")
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    packages = Counter(found[1] for reason in reasons if (found := re.search(r"([\w-]+) is not installed", reason)))
+    for package, count in packages.items():
+        terminalreporter.write_line(f"{count} tests were skipped: {package} is not installed")

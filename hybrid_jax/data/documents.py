@@ -124,7 +124,7 @@ class Reader:
         self.bytes_read = before + span.end - span.start
 
     def rows(self, part: Any) -> Iterator[Document]:
-        """As `documents`, of a hub.Rows."""
+        """As `documents`, of a streams.Rows."""
         for number, row in enumerate(part.values, part.first + 1):
             place = Place(part.path, "row", number)
             try:

@@ -1,111 +1,103 @@
-"""Rows of a Hugging Face data set, streamed, for hybrid_jax.data.prepare; the package `datasets` is imported here only.
+"""What is asked of the Hugging Face hub: the revision of a data set or model, whether it may be read, and a model's
+tokenizer.json. `huggingface_hub` is imported here only, and comes with `tokenizers`."""
 
-The process that was called reads the rows and cuts them into parts; each part says where the stream stood after it,
-so that an ended command goes on there.
-"""
-
-import dataclasses
+import contextlib
+import logging
+import re
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
-from hybrid_jax.data.documents import Take, text_bytes
-from hybrid_jax.data.inputs import Source
+from hybrid_jax.data.streams import one_line
 from hybrid_jax.errors import UserError
 
-_OFFLINE = "without network, download its .parquet files elsewhere and give them by --input"
+_TIMEOUT = 4.0  # seconds, for the first answer: without network the package itself asks six times in 23 s
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_PATHS = {"dataset": "datasets/", "model": ""}
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Rows first, first + 1, ... of a stream, with what was taken of them. after: its position behind the last one, as
-    JSON."""
-
-    path: str
-    first: int
-    values: tuple[dict[str, Any], ...]
-    after: dict[str, Any]
+def is_name(text: str) -> bool:
+    """Whether this can be OWNER/NAME, or NAME, of the hub."""
+    return _NAME.fullmatch(text) is not None and not text.endswith(".json")
 
 
-class Stream:
-    """NAME or NAME:CONFIG of the hub, or of a local folder, and one of its splits.
+def revision(kind: str, name: str, instead: str) -> str:
+    """The commit (40 hex digits) that the hub now has of a "dataset" or "model", which may be read.
 
-    Raises UserError without the package, for what is not there or gated, and without network.
+    Raises UserError, whose line begins with the name, for what is not there, gated or private, and without network;
+    `instead` is what else can be done then.
     """
+    from huggingface_hub import HfApi
 
-    def __init__(self, name: str, split: str):
-        try:
-            import datasets
-        except ImportError:
-            raise UserError("--dataset: needs a package that is not installed: pip install datasets") from None
-        self.name, _, config = name.partition(":")
-        self.split = split
-        try:
-            builder = datasets.load_dataset_builder(self.name, config or None)
-            self._data = builder.as_streaming_dataset(split=split)
-            described = (builder.info.splits or {}).get(split)
-            size = getattr(described, "num_bytes", 0) or 0
-            self._source = Source(f"{name}:{split}", size, str(builder.hash), "data set")
-        except Exception as error:  # of the hub, of several HTTP packages, or of the data set's own code
-            raise UserError(f"--dataset: {name}: {_one_line(error)}; {_remedy(self.name, error)}") from None
+    hub = HfApi()
+    ask = hub.dataset_info if kind == "dataset" else hub.model_info
+    try:
+        with quiet():
+            found = ask(name, timeout=_TIMEOUT)
+            if found.gated:  # for everyone to see, but not to read
+                hub.auth_check(name, repo_type=kind)
+    except Exception as error:  # of the hub, or of the HTTP package below it
+        raise refusal(kind, name, error, instead) from None
+    return str(found.sha)
 
-    @property
-    def source(self) -> Source:
-        """As a file's: size is that of all rows, 0 where the hub does not know it; digest is the revision."""
-        return self._source
 
-    def parts(self, take: Take, part_bytes: int, position: dict[str, Any] | None) -> Iterator[Rows]:
-        """Parts of about part_bytes of text, from `position` (of Rows.after) on. Raises UserError where rows have no
-        field that can be taken, and when the connection is lost."""
-        path, data = self._source.path, self._data
-        first = position["rows"] if position else 0
-        values: list[dict[str, Any]] = []
-        size = 0
+def tokenizer(name: str) -> tuple[Path, str]:
+    """(tokenizer.json, commit) of a model: of the hub's cache on this machine if it is there, else downloaded.
+
+    Raises UserError as `revision` does, and for a model without one.
+    """
+    import huggingface_hub
+
+    with quiet():
+        cached = huggingface_hub.try_to_load_from_cache(name, "tokenizer.json")
+    if not isinstance(cached, str):
+        instead = "give a tokenizer.json or a folder with one"
+        revision("model", name, instead)
         try:
-            try:
-                columns = take.columns(data.column_names or list(next(iter(data.take(1)), {})))
-            except ValueError as error:
-                raise UserError(f"{path}: {error}") from None
-            data = data.select_columns(columns)  # of .parquet nothing else is then downloaded
-            if position:
-                data.load_state_dict(position["state"])
-            for row in data:
-                values.append(row)
-                size += text_bytes(row)
-                if size + 64 * len(values) >= part_bytes:
-                    after = {"rows": first + len(values), "state": data.state_dict()}
-                    yield Rows(path, first, tuple(values), after)
-                    first, values, size = after["rows"], [], 0
-        except UserError:
-            raise
+            with quiet():
+                cached = huggingface_hub.HfApi().hf_hub_download(name, "tokenizer.json")
         except Exception as error:
-            raise UserError(
-                f"--dataset: {path}: reading stopped after row {first + len(values)}: {_one_line(error)}; "
-                "give the same command again"
-            ) from None
-        if values:
-            yield Rows(path, first, tuple(values), {"rows": first + len(values), "state": data.state_dict()})
+            raise refusal("model", name, error, instead) from None
+    return Path(cached), Path(cached).parent.name  # snapshots/COMMIT/tokenizer.json
 
 
-def missing_parts(
-    stream: Stream, take: Take, part_bytes: int, whole: dict[int, dict[str, Any]]
-) -> Iterator[tuple[int, tuple[Rows, ...]]]:
-    """Numbers and rows of the parts that are not whole, read from behind the leading ones that are."""
-    leading = 0
-    while leading in whole:
-        leading += 1
-    position = whole[leading - 1]["after"] if leading else None
-    for number, rows in enumerate(stream.parts(take, part_bytes, position), leading):
-        if number not in whole:
-            yield number, (rows,)
+def refusal(kind: str, name: str, error: Exception, instead: str) -> UserError:
+    """The line for what the hub, or the way to it, raised."""
+    from huggingface_hub import errors
+
+    page = f"https://huggingface.co/{_PATHS[kind]}{name}"
+    if isinstance(error, errors.GatedRepoError):
+        return UserError(f"{name}: is gated; accept its terms at {page} and run `hf auth login`")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return UserError(f"{name}: the hub has no such {kind}, or it is private: mend the name or run `hf auth login`")
+    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+        return UserError(
+            f"{name}: has no tokenizer.json; name a model that has one, or save its tokenizer as one with transformers "
+            "(AutoTokenizer.from_pretrained, save_pretrained) and give the folder"
+        )
+    if isinstance(error, errors.HFValidationError):
+        return UserError(f"{name}: is no name of the hub (OWNER/NAME)")
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return UserError(f"{name}: HF_HUB_OFFLINE is set, so the hub is not asked; unset it, or {instead}")
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    if status in (401, 403):
+        return UserError(f"{name}: the hub refuses access (status {status}): mend the name or run `hf auth login`")
+    if status:
+        return UserError(f"{name}: the hub answers with status {status}; give the command again later, or {instead}")
+    return UserError(f"{name}: no connection to the hub ({one_line(error)}); {instead}")
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
-
-
-def _remedy(name: str, error: Exception) -> str:
-    if "gated" in str(error).lower() or "authenticat" in str(error).lower():
-        return f"accept its terms at https://huggingface.co/datasets/{name} and run `hf auth login`"
-    if isinstance(error, ValueError):
-        return "mend --dataset NAME:CONFIG or --split"
-    return _OFFLINE
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Leaves what fails to the exception: no lines about retries."""
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets", "fsspec")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -10,7 +10,8 @@ files                       bytes and crc32 of PREFIX.bin, PREFIX.idx and PREFIX
 empty, replaced             documents of the input left out without a token; with bytes that are no UTF-8, replaced
 dtype                       of PREFIX.bin
 tokenizer                   name (--tokenizer), sha256 of PREFIX.tokenizer.json beside this file (there is none for
-                            "bytes"), vocab_size, end_of_document (null if it has none), bytes_per_token
+                            "bytes"), vocab_size, end_of_document (null if it has none), bytes_per_token; of one
+                            of the hub also revision, a commit; of --train_tokenizer also trained_on, bytes of text
 options, sources            what was asked for, and the input: path, bytes and digest of each file or data set
 """
 

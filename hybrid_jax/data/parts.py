@@ -26,9 +26,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hybrid_jax.data.documents import Field, Place, Reader, Records, Take
-from hybrid_jax.data.hub import Rows
 from hybrid_jax.data.inputs import Span
 from hybrid_jax.data.records import NOTHING_LEARNT
+from hybrid_jax.data.streams import Rows
 from hybrid_jax.data.vocabulary import Encoder, Vocabulary
 from hybrid_jax.errors import UserError
 

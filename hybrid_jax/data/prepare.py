@@ -3,16 +3,17 @@
 Writes PREFIX.bin and PREFIX.idx (see hybrid_jax.data.store) and PREFIX.json, which says what they were made from
 (hybrid_jax.data.manifest); with --records also PREFIX.mask.bin, with --validation_fraction also PREFIX.validation.*.
 The input is cut into parts; whole ones lie in PREFIX.parts/ until all are there and joined, so that a command that was
-ended can be given again and goes on; --dataset streams a data set of the Hugging Face hub in their place (see
-hybrid_jax.data.hub):
+ended can be given again and goes on; --dataset and --tfds read a data set in their place (hybrid_jax.data.streams):
 
     plan.json       what was asked for, and the input files
+    tokenizer.json  of the hub, or trained on the input
     NNNNNN.*        parts, see hybrid_jax.data.parts
     joined.*        the store, while the parts are joined
 """
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -24,12 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_jax import signals
-from hybrid_jax.data.hub import Stream, missing_parts
+from hybrid_jax.data import train_tokenizer
 from hybrid_jax.data.inputs import ACCEPTED, Source, cut, find, sources
 from hybrid_jax.data.join import Joined, NoStore, join
 from hybrid_jax.data.manifest import ENDINGS, FORMAT, VERSION, check_sizes, stem, tokenizer_path
 from hybrid_jax.data.parts import Job, make_parts, whole_file, whole_part
+from hybrid_jax.data.plan import Earlier, changed, read_json
 from hybrid_jax.data.progress import Counted, Making
+from hybrid_jax.data.streams import Stream, missing_parts, open_stream
 from hybrid_jax.data.verify import verify
 from hybrid_jax.data.vocabulary import Vocabulary, vocabulary
 from hybrid_jax.errors import UserError
@@ -49,34 +52,11 @@ def make_plan(options: argparse.Namespace, vocab: Vocabulary, inputs: Sequence[S
             "sha256": vocab.sha256,
             "vocab_size": vocab.size,
             "end_of_document": vocab.end_of_document,
+            **vocab.origin,
         },
         "options": {name: getattr(options, name) for name in _OPTIONS},
         "sources": [{"path": x.path, "size": x.size, "digest": x.digest, "kind": x.kind} for x in inputs],
     }
-
-
-def changed(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """What of a plan is not what it was, in words; "" if nothing is."""
-    if old.get("version") != new["version"]:
-        return "another version wrote it"
-    if old["tokenizer"]["sha256"] != new["tokenizer"]["sha256"]:
-        return f"--tokenizer was {old['tokenizer']['name']}, is {new['tokenizer']['name']} with other content"
-    if old["tokenizer"]["end_of_document"] != new["tokenizer"]["end_of_document"]:
-        ids = (plan["tokenizer"]["end_of_document"] for plan in (old, new))
-        return "--eod_token named the id {}, names {}".format(*ids)
-    for name, value in new["options"].items():
-        if (was := old["options"].get(name, type(value)())) != value:
-            return f"--{name} was {was}, is {value}"
-    before, now = ({source["path"]: source for source in plan["sources"]} for plan in (old, new))
-    for path in before | now:
-        called = f"the {(before | now)[path].get('kind', 'input file')} {path}"
-        if path not in now or path not in before:
-            return f"{called} is {'new' if path in now else 'gone'}"
-        if any(before[path][name] != now[path][name] for name in ("size", "digest")):
-            return f"{called} has changed"
-    if list(before) != list(now):
-        return "the input files have another order"
-    return "another version wrote it" if old.get("parts", new["parts"]) != new["parts"] else ""
 
 
 def check(options: argparse.Namespace) -> str:
@@ -88,11 +68,15 @@ def check(options: argparse.Namespace) -> str:
         raise UserError(f"--validation_fraction: {options.validation_fraction} is not in [0, 1)")
     if options.output is None:
         raise UserError("the following arguments are required: --output")
-    if (options.input is None) == (options.dataset is None):
-        raise UserError("--input: give it or --dataset, one of the two")
-    if options.split is not None and options.dataset is None:
-        raise UserError("--split: is one of a --dataset, and --input has none; leave it out")
+    if [options.input, options.dataset, options.tfds].count(None) != 2:
+        raise UserError("--input: give it, --dataset or --tfds, one of the three")
+    if options.split is not None and options.input is not None:
+        raise UserError("--split: is one of a --dataset or --tfds, and --input has none; leave it out")
     options.split = options.split or "train"
+    if options.data_dir is not None and options.tfds is None:
+        raise UserError("--data_dir: is where --tfds finds its data sets; leave it out")
+    if options.train_tokenizer is not None and (options.tokenizer is not None or options.eod_token):
+        raise UserError("--train_tokenizer: makes a tokenizer; leave --tokenizer and --eod_token out")
     if options.records and options.text_field is not None:
         raise UserError("--text_field: --records has fields of its own; leave one of the two out")
     if options.records and not options.append_eod:
@@ -109,16 +93,21 @@ def check(options: argparse.Namespace) -> str:
 def run(options: argparse.Namespace) -> int:
     """Everything between the options and the exit code. Raises UserError."""
     if options.verify:
-        if options.output or options.input or options.dataset:
-            raise UserError("--verify: makes no store; leave --input, --dataset and --output out")
+        if options.output or options.input or options.dataset or options.tfds:
+            raise UserError("--verify: makes no store; leave --input, --dataset, --tfds and --output out")
         return verify(options.verify)
     prefix = check(options)
     prefixes = [prefix, f"{prefix}.validation"][: 2 if options.validation_fraction else 1]
     outputs = [Path(p + ending) for p in prefixes for ending in ENDINGS]
     folder = Path(f"{prefix}.parts")
-    vocab = vocabulary(options.tokenizer, options.eod_token, options.append_eod)
-    stream = Stream(options.dataset, options.split) if options.dataset else None
+    earlier = Earlier() if options.overwrite else Earlier.find(folder, prefix)
+    stream = open_stream(options, earlier.sources)
     inputs = [stream.source] if stream else sources(find(options.input))
+    if options.train_tokenizer is None:
+        vocab = vocabulary(options.tokenizer or "bytes", options.eod_token, options.append_eod, earlier)
+    else:
+        same = earlier.same_text(inputs, records=options.records, text_field=options.text_field)
+        vocab = train_tokenizer.planned(options.train_tokenizer, earlier if same else Earlier())
     read = set() if stream else {os.path.realpath(source.path) for source in inputs}
     for path in outputs:
         if path.is_dir():
@@ -127,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
             raise UserError(f"--input: {path} is a file of the store that --output names; name another")
     plan = make_plan(options, vocab, inputs)
     if not options.overwrite and not (folder / "plan.json").exists():
-        if all(_is_whole(p, plan) for p in prefixes):
+        if vocab.definition is not None and all(_is_whole(p, plan) for p in prefixes):
             _clear(folder)
             print(f"{_printable(prefix)}: is whole already, made from this input with these options")
             return 0
@@ -166,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _is_whole(prefix: str, plan: dict[str, Any]) -> bool:
     """Whether a store is there that this plan would make."""
-    about = _read_json(Path(f"{prefix}.json"))
+    about = read_json(Path(f"{prefix}.json"))
     try:
         check_sizes(prefix, about)
     except UserError:
@@ -186,11 +175,19 @@ def _run(
     folder = Path(job.folder)
     if options.overwrite:
         _clear(folder, keep_lock=True)
-    old = _read_json(folder / "plan.json")
-    if (why := changed(old, plan) if old else "") and _parts_there(folder):
-        raise UserError(f"--output: {folder} holds parts of another run: {why}; undo that, or --overwrite starts anew")
+    old = read_json(folder / "plan.json")
+    why = _other(folder, old, plan)
+    if job.vocabulary.definition is None:
+        texts = train_tokenizer.sample(inputs, stream, plan["parts"]["bytes"], job.take)
+        job = dataclasses.replace(job, vocabulary=train_tokenizer.train(job.vocabulary.size, texts))
+        plan = make_plan(options, job.vocabulary, inputs)
+        why = _other(folder, old, plan)
     if why or not old:
         _clear(folder, keep_lock=True)
+    if job.vocabulary.origin and job.vocabulary.definition:
+        with whole_file(folder / "tokenizer.json") as file:
+            file.write(job.vocabulary.definition.encode())
+    if why or not old:
         with whole_file(folder / "plan.json") as file:
             file.write(json.dumps(plan).encode())
     _clear_scratch(folder)
@@ -211,6 +208,14 @@ def _run(
         _clear(folder)
     _report(prefixes, job.vocabulary, joined, made)
     return 0
+
+
+def _other(folder: Path, old: dict[str, Any], plan: dict[str, Any]) -> str:
+    """What has changed since the old plan. Raises UserError if there are parts made by it."""
+    why = changed(old, plan) if old else ""
+    if why and _parts_there(folder):
+        raise UserError(f"--output: {folder} holds parts of another run: {why}; undo that, or --overwrite starts anew")
+    return why
 
 
 def _make_parts(
@@ -268,7 +273,7 @@ def _write_manifest(
 def _place(folder: Path, prefixes: Sequence[str], names: Sequence[str]) -> None:
     """Gives the stores in `folder` their names, in place of older ones, of which nothing stays."""
     older = list(prefixes)
-    if _read_json(Path(f"{prefixes[0]}.json")).get("split") == "train" and len(prefixes) == 1:
+    if read_json(Path(f"{prefixes[0]}.json")).get("split") == "train" and len(prefixes) == 1:
         older.append(f"{prefixes[0]}.validation")  # made with it
     for prefix in reversed(older):
         for ending in reversed(ENDINGS):
@@ -304,10 +309,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser("python -m hybrid_jax.data.prepare", description=__doc__.split("\n", 1)[0])  # type: ignore[union-attr]
     add, append = parser.add_argument, argparse.BooleanOptionalAction
     add("--input", nargs="+", metavar="PATH", help=f"files, folders or globs ({ACCEPTED})")
-    add("--dataset", metavar="NAME[:CONFIG]", help="of the Hugging Face hub, streamed (pip install datasets)")
-    add("--split", metavar="NAME", help="of --dataset (default: train)")
+    add("--dataset", metavar="NAME[:CONFIG]", help="of the Hugging Face hub, streamed, or a local folder of that kind")
+    add("--tfds", metavar="NAME[/CONFIG][:VERSION]", help="of tensorflow-datasets, prepared as array_record")
+    add("--data_dir", metavar="FOLDER", help="of --tfds (default: $TFDS_DATA_DIR or ~/tensorflow_datasets)")
+    add("--split", metavar="NAME", help="of --dataset or --tfds (default: train)")
     add("--output", metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
-    add("--tokenizer", default="bytes", help="bytes, a tokenizer.json or a folder with one (default: bytes)")
+    add("--tokenizer", help="bytes, a tokenizer.json, a folder with one, or a model of the hub (default: bytes)")
+    add("--train_tokenizer", type=int, metavar="VOCAB", help="train a byte-level BPE of VOCAB ids on the input instead")
     add("--text_field", metavar="NAME", help="of .jsonl and .parquet (default: text)")
     add("--records", action="store_true", help="prompts and responses, or messages: learn the responses alone")
     add("--validation_fraction", type=float, default=0.0, metavar="F", help="of documents for PREFIX.validation.*")
@@ -348,18 +356,9 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """{} for a file that is missing or no JSON object."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _holds(path: Path, definition: str) -> bool:
+def _holds(path: Path, definition: str | None) -> bool:
     """Whether a tokenizer lies there already that is the right one."""
-    return bool(definition) and path.suffix == ".json" and path.read_bytes() == definition.encode()
+    return bool(definition) and path.suffix == ".json" and path.read_bytes() == (definition or "").encode()
 
 
 def _parts_there(folder: Path) -> int:
@@ -374,7 +373,7 @@ def _clear_scratch(folder: Path) -> None:
 def _clear(folder: Path, *, keep_lock: bool = False) -> None:
     """Removes what this module put into the folder, plan.json first, and the folder if nothing else is in it."""
     ours = re.compile(
-        r"plan\.json|joined(\.validation)?\.(bin|idx|json|mask\.bin|tokenizer\.json)|\d{6,}\.(bin|mask|sizes|json)|"
+        r"(plan|tokenizer)\.json|joined(\.validation)?\.(bin|idx|json|mask\.bin|tokenizer\.json)|\d{6,}\.(bin|mask|sizes|json)|"
         r"\..*\.tmp" + r"|lock" * (not keep_lock)
     )
     names = sorted(os.listdir(folder), key="plan.json".__ne__) if folder.is_dir() else []

@@ -242,6 +242,24 @@ def pieces(text: str) -> Iterator[str]:
         yield text[start:]
 
 
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
+    """A byte-level BPE (tokenizers.Tokenizer) of at most vocab_size ids, 256 of them bytes, without special tokens; the
+    same for the same texts on any number of threads."""
+    import tokenizers
+
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        max_token_length=64,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return bpe
+
+
 def cached_bpe(
     train: list[Document], documents: list[Document], vocab_size: int, cache_dir: str
 ) -> tuple[BpeTokenizer, TokenStore]:
@@ -266,7 +284,7 @@ def cached_bpe(
             # Read back from the file also when just trained: first and later runs use the same object.
             bpe = _read(model, lambda f: tokenizers.Tokenizer.from_file(str(f)))
             if bpe is None:
-                _train(tokenizers, train, vocab_size, model)
+                _train(train, vocab_size, model)
                 bpe = tokenizers.Tokenizer.from_file(str(model))
             tokenizer = BpeTokenizer.from_bpe(bpe)
             content = hashlib.blake2b(b"".join(d.digest for d in documents), digest_size=16).hexdigest()
@@ -299,17 +317,8 @@ def _tokenizers() -> Any:
     return tokenizers
 
 
-def _train(tokenizers: Any, train: list[Document], vocab_size: int, file: Path) -> None:
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-        max_token_length=64,
-    )
-    bpe.train_from_iterator((p for d in train for p in pieces(d.text.decode())), trainer)
+def _train(train: list[Document], vocab_size: int, file: Path) -> None:
+    bpe = train_bpe((p for d in train for p in pieces(d.text.decode())), vocab_size - 1)
     _write(file, lambda f: bpe.save(str(f)))
 
 

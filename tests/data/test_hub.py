@@ -1,133 +1,79 @@
-"""A Hugging Face data set to a token store, with a stand-in for the package `datasets`."""
+"""What is asked of the Hugging Face hub: revisions, access, tokenizers; of one on this machine, without network."""
 
-import sys
-import types
+import logging
+import time
 
+import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
-from hybrid_jax.data import prepare
-from tests.data.test_prepare import nothing_written, refused, run, texts
-
-TEXTS = [f"row {i} " + "x" * (i % 50) for i in range(400)]
-
-
-class Streamed:
-    """Of datasets.IterableDataset what is used: columns, iteration, state."""
-
-    def __init__(self, values, fails_at=None):
-        self.values, self.fails_at, self.at = values, fails_at, 0
-        self.column_names = ["id", "text"]
-
-    def select_columns(self, names):
-        assert names == ["text"]
-        return self
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-    def __iter__(self):
-        while self.at < len(self.values):
-            if self.at == self.fails_at:
-                raise ConnectionError("the server\nwent away")
-            self.at += 1
-            yield {"text": self.values[self.at - 1]}
+from hybrid_jax.data import hub
+from hybrid_jax.data.hub import is_name, revision
+from hybrid_jax.errors import UserError
+from tests.data.hub_server import COMMIT, Repository
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    """datasets; its `values`, `fails_at`, `hash` and `error` may be set."""
-    monkeypatch.setattr(prepare, "PART_BYTES", 2**11)
-    module = types.ModuleType("datasets")
-    module.values, module.fails_at, module.hash, module.error, module.streams = TEXTS, None, "abc", None, []
-
-    def load_dataset_builder(name, config):
-        if module.error:
-            raise module.error
-        assert (name, config) == ("owner/name", "small")
-        info = types.SimpleNamespace(splits=None)
-        return types.SimpleNamespace(hash=module.hash, info=info, as_streaming_dataset=as_streaming_dataset)
-
-    def as_streaming_dataset(split):
-        if split != "train":
-            raise ValueError(f"Bad split: {split}. Available splits: ['train']")
-        module.streams.append(Streamed(module.values, module.fails_at))
-        return module.streams[-1]
-
-    module.load_dataset_builder = load_dataset_builder
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    return module
+def message(*arguments):
+    with pytest.raises(UserError) as caught:
+        revision(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
-@pytest.fixture
-def command(tmp_path):
-    return ("--dataset", "owner/name:small", "--output", tmp_path / "store")
+@pytest.mark.parametrize("kind", ["dataset", "model"])
+def test_revision_is_the_newest_commit(server, kind):
+    server.repositories[f"{kind}s", "owner/name"] = Repository({})
+    assert revision(kind, "owner/name", "") == COMMIT
 
 
-def test_rows_are_documents_and_the_limit_holds(tmp_path, hub, command):
-    assert run(*command) == 0 and texts(tmp_path / "store") == TEXTS
-    assert run(*command, "--overwrite", "--max_tokens", 1000) == 0
-    kept = texts(tmp_path / "store")
-    assert kept == TEXTS[: len(kept)] and 900 < sum(len(t) + 1 for t in kept) <= 1000
-    assert hub.streams[-1].at < len(TEXTS)  # the rest is not read
-
-
-def test_goes_on_where_it_stopped(tmp_path, hub, command, capsys):
-    hub.fails_at = 200
-    assert run(*command) == 2
-    error = capsys.readouterr().err
-    assert error == (
-        "error: --dataset: owner/name:small:train: reading stopped after row 200: the server went away; "
-        "give the same command again\n"
+@pytest.mark.parametrize("kind, page", [("dataset", "datasets/owner/name"), ("model", "owner/name")])
+def test_what_may_not_be_read_is_one_line(server, kind, page):
+    assert message(kind, "owner/none", "") == (
+        f"owner/none: the hub has no such {kind}, or it is private: mend the name or run `hf auth login`"
     )
-    parts = tmp_path / "store.parts"
-    (parts / "000001.json").unlink()  # as if a worker had been behind: the later parts are kept
-    read = []
-    hub.fails_at, hub.values = None, Watched(TEXTS, read)
-    assert run(*command) == 0
-    assert texts(tmp_path / "store") == TEXTS
-    assert 0 < read[0] < 200 and read == list(range(read[0], 400))
+    server.repositories[f"{kind}s", "owner/name"] = Repository({}, gated=True)
+    assert message(kind, "owner/name", "") == (
+        f"owner/name: is gated; accept its terms at https://huggingface.co/{page} and run `hf auth login`"
+    )
+    assert message(kind, "a/b/c", "") == "a/b/c: is no name of the hub (OWNER/NAME)"
+    server.status = 401
+    assert message(kind, "owner/name", "") == (
+        "owner/name: the hub refuses access (status 401): mend the name or run `hf auth login`"
+    )
+    server.status = 503
+    assert message(kind, "owner/name", "wait") == (
+        "owner/name: the hub answers with status 503; give the command again later, or wait"
+    )
 
 
-class Watched(list):
-    def __init__(self, values, read):
-        super().__init__(values)
-        self._read = read
-
-    def __getitem__(self, at):
-        self._read.append(at)
-        return super().__getitem__(at)
-
-
-def test_two_workers_make_the_same(tmp_path, hub, command):
-    assert run(*command, workers=2) == 0 and texts(tmp_path / "store") == TEXTS
-
-
-def test_another_revision_is_refused(tmp_path, hub, command, capsys):
-    hub.fails_at = 200
-    assert run(*command) == 2
-    capsys.readouterr()
-    hub.hash = "def"
-    assert "the data set owner/name:small:train has changed" in refused(capsys, *command)
+def test_without_network_it_is_one_line_at_once(server, monkeypatch, caplog):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        found = message("dataset", "owner/name", "give files")
+    assert time.monotonic() - began < 4
+    assert found.startswith("owner/name: no connection to the hub (") and found.endswith("); give files")
+    assert not caplog.records
+    huggingface_hub.close_session()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert message("model", "owner/name", "give files") == (
+        "owner/name: HF_HUB_OFFLINE is set, so the hub is not asked; unset it, or give files"
+    )
 
 
-def test_what_cannot_be_had_is_one_line(tmp_path, hub, command, capsys, monkeypatch):
-    for error, what in (
-        (ConnectionError("Couldn't reach it"), "Couldn't reach it; without network, download its .parquet files"),
-        (RuntimeError("'x' is a gated dataset"), "'x' is a gated dataset; accept its terms at https://huggingface.co/"),
-    ):
-        hub.error = error
-        assert refused(capsys, *command).startswith(f"--dataset: owner/name:small: {what}")
-    hub.error = None
-    assert refused(capsys, *command, "--split", "tset").endswith("['train']; mend --dataset NAME:CONFIG or --split")
-    assert "has no field 'body' (its fields: id, text;" in refused(capsys, *command, "--text_field", "body")
-    hub.values = ["a", None]
-    message = refused(capsys, *command)
-    assert message == "owner/name:small:train: row 2: its field 'text' is null, not a string"
-    assert refused(capsys, *command, "--input", tmp_path) == "--input: give it or --dataset, one of the two"
-    assert refused(capsys, "--output", tmp_path / "store") == "--input: give it or --dataset, one of the two"
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert refused(capsys, *command) == "--dataset: needs a package that is not installed: pip install datasets"
-    assert nothing_written(tmp_path)
+def test_tokenizer_is_downloaded_once_and_alone(server):
+    server.repositories["models", "owner/name"] = Repository({"tokenizer.json": b"{}", "model.bin": b"large"})
+    path, commit = hub.tokenizer("owner/name")
+    assert path.read_bytes() == b"{}" and commit == COMMIT
+    assert [path for method, path in server.asked if method == "GET" and "resolve" in path] == [
+        "/owner/name/resolve/main/tokenizer.json"
+    ]
+    server.status = 503
+    assert hub.tokenizer("owner/name") == (path, commit)
+
+
+def test_names_of_the_hub():
+    for name in ("gpt2", "Qwen/Qwen3-0.6B", "o_o/a.b"):
+        assert is_name(name)
+    for name in ("", "a/b/c", "./gpt2", "/gpt2", "~/gpt2", "models/tokenizer.json", "a b", "a/", "owner/-x"):
+        assert not is_name(name)

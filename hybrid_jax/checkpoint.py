@@ -25,6 +25,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 
 from hybrid_jax import distributed, manifest, pending, schema
 from hybrid_jax.errors import UserError
+from hybrid_jax.optimizer import STACKED, path_str
 
 PyTree = Any
 
@@ -32,6 +33,7 @@ STATE = "state"
 TEMPORARY = "orbax-checkpoint-tmp"  # in the name of a checkpoint that is being written
 _DAMAGED = ".damaged"  # after the name of one that was passed over
 _USABLE = 0.95  # of a device's memory: what is free lies in pieces
+_PIECE, _PIECE_OF_LAYERS = 2**26, 2**20  # bytes of an array that are compressed together, at most and at least
 _STALE = "stale"  # said of a list of checkpoints that is not what lies in the folder
 
 
@@ -100,6 +102,7 @@ class Checkpoints:
         self._opened += 1
         context = ocp.Context()
         context.asynchronous.timeout_secs = self.timeout_seconds
+        context.array.saving.scoped_storage_options_creator = _in_pieces
         opened = self._opened
         context.asynchronous.post_finalization_callback = lambda: self._seal(opened)  # no method: it is deep-copied
         # An abandoned write of before may still stand at a barrier: it must meet nobody there.
@@ -411,6 +414,14 @@ class Checkpoints:
             return None, "its files are incomplete or damaged"
         finally:
             asyncio_log.setLevel(level)
+
+
+def _in_pieces(path: tuple[Any, ...], leaf: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions:
+    """How an array lies in its files: a layer of a stacked one by itself, unless that is tiny, so that reading one
+    does not decompress all, and a large one in parts."""
+    stacked = STACKED in path_str(path).split(".") and len(leaf.shape) > 1
+    alone = stacked and leaf.nbytes >= leaf.shape[0] * _PIECE_OF_LAYERS
+    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=_PIECE, shard_axes=(0,) if alone else ())
 
 
 def not_of_orbax(record: logging.LogRecord) -> bool:

@@ -119,22 +119,39 @@ class Trained:
         Only chunks that hold some of it are read. Raises UserError where the files are gone, damaged or hold values
         that are not finite, KeyError for a path that is not of this model.
         """
-        shape = self.shapes[path]
-        try:
-            stored = self._array(path)
-            array = np.asarray((stored if index is None else stored[index]).read().result())
-        except Exception as error:  # tensorstore raises many kinds
-            gone = "" if self.folder.is_dir() else ": the run has removed it meanwhile; choose a newer one"
-            raise UserError(f"{self.folder}: {path} cannot be read{gone or f': {pending.reason(error)}'}") from None
-        assert array.shape == (shape if index is None else shape[1:])
+        return self._read(path, () if index is None else (index,))
+
+    def layers(self, path: str) -> Iterator[np.ndarray]:
+        """What stands along the leading axis of a stacked parameter, in order: as many at once as lie together in the
+        files. Raises as `read` does."""
+        (count, *_) = self.shapes[path]
+        at_once = max(1, self._array(path).chunk_layout.read_chunk.shape[0])
+        for start in range(0, count, at_once):
+            yield from self._read(path, (slice(start, min(start + at_once, count)),))
+
+    def _read(self, path: str, index: tuple[int | slice, ...]) -> np.ndarray:
+        stored = self._array(path)
+        with self._reading(path):
+            array = np.asarray(stored[index].read().result())
         if not np.isfinite(array).all():
             raise UserError(f"{self.folder}: {path} holds values that are not finite; choose an older checkpoint")
         return array
 
     def _array(self, path: str) -> tensorstore.TensorStore:
+        if path not in self.shapes:
+            raise KeyError(path)
         base = f"file://{(self.folder / checkpoint.STATE).absolute()}/"
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{_PARAMS}.{path}/"}
-        return tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True, read=True).result()
+        with self._reading(path):
+            return tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True, read=True).result()
+
+    @contextlib.contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # tensorstore raises many kinds
+            gone = "" if self.folder.is_dir() else ": the run has removed it meanwhile; choose a newer one"
+            raise UserError(f"{self.folder}: {path} cannot be read{gone or f': {pending.reason(error)}'}") from None
 
 
 def say(line: str) -> None:

@@ -572,3 +572,21 @@ def test_a_process_that_dies_in_a_save_is_named_and_the_older_checkpoint_stays(t
         checkpoints.wait()
         assert checkpoints.steps() == [1, 2] and not _temporary(tmp_path)
     assert [line for line in log if re.search(r"/2\.\S+ was not written to its end", line)]
+
+
+def test_a_layer_lies_by_itself_and_a_large_array_in_parts(tmp_path):
+    """What reading one of them costs; tiny ones stay together."""
+    import tensorstore
+
+    layers = {"0": {"w": jnp.zeros((3, 512, 513)), "norm": jnp.zeros((3, 8))}}
+    with _open(tmp_path) as checkpoints:
+        checkpoints.save(
+            1, {"params": {"layers": layers, "embed": jnp.zeros((2**15, 513)), "tail": jnp.zeros((3, 600))}}
+        )
+        checkpoints.wait()
+    chunks = {}
+    for path in ("layers.0.w", "layers.0.norm", "embed", "tail"):
+        kvstore = {"driver": "ocdbt", "base": f"file://{tmp_path}/1/state/", "path": f"params.{path}/"}
+        array = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
+        chunks[path] = array.chunk_layout.read_chunk.shape
+    assert chunks == {"layers.0.w": (1, 512, 513), "layers.0.norm": (3, 8), "embed": (2**14, 513), "tail": (3, 600)}

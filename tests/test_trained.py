@@ -59,6 +59,7 @@ def test_one_parameter_and_one_layer_of_it(run, params):
     np.testing.assert_array_equal(found.read(stacked), leaves[stacked])
     for layer in range(2):
         np.testing.assert_array_equal(found.read(stacked, layer), leaves[stacked][layer])
+    np.testing.assert_array_equal(np.stack(list(found.layers(stacked))), leaves[stacked])
     with pytest.raises(KeyError):
         found.read("layers.0.mixer.k_conv1d.weight")
 

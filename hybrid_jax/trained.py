@@ -124,8 +124,9 @@ class Trained:
     def layers(self, path: str) -> Iterator[np.ndarray]:
         """What stands along the leading axis of a stacked parameter, in order: as many at once as lie together in the
         files. Raises as `read` does."""
-        (count, *_) = self.shapes[path]
-        at_once = max(1, self._array(path).chunk_layout.read_chunk.shape[0])
+        count = self.shapes[path][0]
+        together = self._array(path).chunk_layout.read_chunk.shape
+        at_once = int(together[0] or 1) if together else 1
         for start in range(0, count, at_once):
             yield from self._read(path, (slice(start, min(start + at_once, count)),))
 

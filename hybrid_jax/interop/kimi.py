@@ -27,6 +27,8 @@ class _KimiLinear(Format):
         model, kda, mla = config.model, config.model.kda, config.model.mla
         if reason := blocks.unpaired(model.layout, "K*"):
             return reason
+        if "*" not in model.layout:  # its class cannot make a cache for such a stack
+            return "has attention in some layer"
         if "K" in model.layout:
             if kda.v_head_dim != kda.head_dim:
                 return f"has values as wide as keys, and model.kda.expand_v is {kda.expand_v:g}"
@@ -42,18 +44,16 @@ class _KimiLinear(Format):
                 return "has short convolutions (model.kda.use_short_conv)"
             if reason := blocks.other_eps(config, "kda"):
                 return reason
-        if "*" in model.layout:
-            if mla.rope.style != "none":
-                return f"has attention without positions, and model.mla.rope.style is {mla.rope.style}"
-            if not mla.qk_rope_head_dim:
-                return "shares some key dims between heads (model.mla.qk_rope_head_dim)"
-            return blocks.other_eps(config, "mla", LATENT_EPS)
-        return ""
+        if mla.rope.style != "none":
+            return f"has attention without positions, and model.mla.rope.style is {mla.rope.style}"
+        if not mla.qk_rope_head_dim:
+            return "shares some key dims between heads (model.mla.qk_rope_head_dim)"
+        return blocks.other_eps(config, "mla", LATENT_EPS)
 
     def to_config(self, config: Config) -> dict[str, Any]:
         model, kda = config.model, config.model.kda
         mixers = model.layout[::2]
-        values = {
+        values: dict[str, Any] = {
             "vocab_size": model.vocab_size,
             "hidden_size": model.hidden_size,
             "intermediate_size": model.intermediate_size,
@@ -66,9 +66,8 @@ class _KimiLinear(Format):
             # The defaults are not the layers of any released model: both are always written.
             "layer_types": [_TYPES[symbol] for symbol in mixers],
             "mlp_layer_types": ["dense"] * len(mixers),
+            **write_mla(model.mla),
         }
-        if "*" in mixers:
-            values |= write_mla(model.mla)
         if "K" in mixers:
             values |= {
                 "linear_head_dim": kda.head_dim,
@@ -114,7 +113,9 @@ class _KimiLinear(Format):
         )
 
     def top(self, model: ModelConfig) -> Iterator[Rule]:
-        return blocks.top(model, "model.embed_tokens.weight", "model.norm.weight")
+        yield from blocks.top(model, "model.embed_tokens.weight", "model.norm.weight")
+        if model.tie_word_embeddings:  # the class ties nothing, whatever the config says
+            yield Rule("lm_head.weight", ("embed.weight",), copy=True)
 
     def sublayer(self, model: ModelConfig, number: int, symbol: str) -> Iterator[Rule]:
         layer = f"model.layers.{number // 2}."

@@ -84,9 +84,7 @@ class _Mamba2(Format):
         )
 
     def top(self, model: ModelConfig) -> Iterator[Rule]:
-        yield from blocks.top(model, "backbone.embeddings.weight", "backbone.norm_f.weight")
-        if model.tie_word_embeddings:  # flash-linear-attention ties nothing, whatever the config says
-            yield Rule("lm_head.weight", ("embed.weight",), copy=True)
+        return blocks.top(model, "backbone.embeddings.weight", "backbone.norm_f.weight")
 
     def sublayer(self, model: ModelConfig, number: int, symbol: str) -> Iterator[Rule]:
         layer = f"backbone.layers.{number}."

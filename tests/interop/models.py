@@ -72,7 +72,6 @@ CASES: dict[str, dict[str, Config]] = {
         "tied, q latent": _config(
             "*-K-", kda=KIMI, mla=_with(NOPE, q_lora_rank=12), norm_eps=1e-5, tie_word_embeddings=True
         ),
-        "kda alone": _config("K-", kda=KIMI),
         "mla alone": _config("*-", mla=NOPE),
     },
     "deepseek_v3": {

@@ -88,7 +88,8 @@ def test_the_eos_and_dtype_are_read(tmp_path):
         dtype="bfloat16",
         max_shard_bytes=2**30,
         overwrite=False,
-    )  # fmt: skiptheirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    )  # fmt: skip
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.bfloat16 and theirs.config.max_position_embeddings == config.train.sequence_length
     assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 3
     want = torch.from_numpy(np.array(params["embed"]["weight"])).to(torch.bfloat16)

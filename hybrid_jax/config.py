@@ -228,6 +228,9 @@ class CheckpointConfig:
     keep: int = key(3, "newest scheduled checkpoints kept, beside the newest")
     keep_every: int = key(0, "steps whose multiples are kept for good (0 = none)")
     max_failures: int = key(3, "checkpoints in a row that could not be written that end the run")
+    init_from: str = key(
+        "", "a run, or one checkpoint, whose parameters the first step begins with, in place of random ones"
+    )
     timeout_seconds: int = key(
         600, "longest that a checkpoint may take to write, or that processes wait for each other"
     )

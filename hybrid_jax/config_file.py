@@ -1,8 +1,10 @@
-"""From `--config=configs/NAME.py[:variant]` and `--config.a.b=value` to a validated Config. No jax here."""
+"""From `--config=configs/NAME.py[:variant]` or `--config=RUN/config.json`, and `--config.a.b=value`, to a validated
+Config. No jax here."""
 
 import dataclasses
 import difflib
 import inspect
+import json
 import sys
 import traceback
 from collections.abc import Iterable
@@ -31,17 +33,35 @@ def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
     impossible sizes.
     """
     path, variant = split(spec)
-    values = _run_file(path, variant).to_dict()
+    values = _read_json(path) if path.suffix == ".json" else _run_file(path, variant).to_dict()
     for key, text in overrides:
         _override(values, key, text)
     config = resolve(values)
     if not config.workdir:
-        name = f"{path.stem}-{variant}" if variant else path.stem
+        stem = path.absolute().parent.name if path.suffix == ".json" else path.stem
+        name = f"{stem}-{variant}" if variant else stem
         config = dataclasses.replace(config, workdir=f"runs/{name}")
     return config
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    """The config.json of a run. Raises UserError."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"--config: {path} does not exist; give the config.json of a run") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"--config: {path}: {getattr(error, 'strerror', None) or 'is no JSON'}") from None
+    if not isinstance(values, dict) or "model_type" in values:
+        raise UserError(
+            f"--config: {path} is no config of a run; import a model by python -m hybrid_jax.import_hf first"
+        )
+    return values
+
+
 def _run_file(path: Path, variant: str) -> ml_collections.ConfigDict:
+    if path.is_dir() and (path / "config.json").is_file():
+        raise UserError(f"--config: {path} is a folder, did you mean {path / 'config.json'}?")
     if path.is_dir():
         raise UserError(f"--config: {path} is a folder{_similar_file(path / path.name)}")
     if not path.is_file():

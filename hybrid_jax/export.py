@@ -5,26 +5,19 @@ that transformers or flash-linear-attention load. One tensor is in memory at a t
 at all.
 """
 
-import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybrid_jax import platform
+from hybrid_jax import command, platform
 from hybrid_jax.errors import UserError
 from hybrid_jax.metrics import short
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(" ".join(message.removeprefix("argument ").split()))
-
-
 def run(arguments: Sequence[str]) -> int:
     """Everything between the command line and the exit code. Raises UserError."""
-    parser = _Parser("python -m hybrid_jax.export", description=__doc__.split("\n", 1)[0])  # type: ignore[union-attr]
+    parser = command.Parser("export", __doc__)
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="RUN", help="a run's folder, its checkpoints/ or one checkpoint")
     add("--out", required=True, metavar="DIR", help="the folder to write")
@@ -32,6 +25,7 @@ def run(arguments: Sequence[str]) -> int:
     add("--format", default="auto", help="auto (default): the first that holds the model; or a model_type")
     add("--dtype", default="float32", help="float32 (default), bfloat16 or float16, rounded to nearest even")
     add("--max_shard_size", default="5GB", metavar="SIZE", help="of a file of weights (default: 5GB)")
+    add("--tokenizer", default="", metavar="FILE", help="a tokenizer.json in place of the run's, or none")
     add("--overwrite", action="store_true", help="replace an older export")
     options = parser.parse_args(arguments)
     platform.prepare("cpu")
@@ -50,6 +44,7 @@ def run(arguments: Sequence[str]) -> int:
         format_name=options.format,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
+        tokenizer_name=options.tokenizer,
         overwrite=options.overwrite,
     )
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0]
@@ -58,21 +53,13 @@ def run(arguments: Sequence[str]) -> int:
         f"{short(done.bytes)}B in {files}"
     )
     if not done.has_tokenizer:
-        print("no tokenizer: the run was trained on ids without text")
+        print(f"no tokenizer beside it{'' if options.tokenizer else ': the run was trained on ids without text'}")
     return 0
 
 
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code: 2 for a mistake of the user, 130 for Ctrl-C."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return run(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped: nothing was written", file=sys.stderr)
-        return 130
+    return command.main(run, arguments, "nothing was written")
 
 
 if __name__ == "__main__":

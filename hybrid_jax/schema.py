@@ -90,6 +90,10 @@ def check_arrays(where: Path, meta: dict[str, Any], saved: PyTree, wanted: PyTre
     lines = mismatches(saved, wanted)
     if not lines:
         return
+    if set(saved) == {"params"} != set(wanted):
+        raise UserError(
+            f"{where}: holds parameters only: begin with it by config.checkpoint.init_from in another config.workdir"
+        )
     for line in lines[:_LISTED]:
         log(f"{where}: {line}")
     if len(lines) > _LISTED:

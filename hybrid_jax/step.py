@@ -101,7 +101,9 @@ class Programs:
     # What is computed
 
     def _init(self, key: jax.Array) -> State:
-        params = self.model.init(key)
+        return self._begin(self.model.init(key))
+
+    def _begin(self, params: PyTree) -> State:
         counters = {name: jnp.zeros((), jnp.int32) for name in ("step", "bad_steps", "skipped")}
         return {"params": params, "opt_state": self.optimizer.init(params), **counters}
 
@@ -109,6 +111,11 @@ class Programs:
         """A fresh state, made in place: each device draws only what it keeps."""
         shards = jax.tree.map(lambda x: x.sharding, self.state)
         return jax.jit(self._init, out_shardings=shards)(jax.random.key(seed))
+
+    def begin(self, params: PyTree) -> State:
+        """A fresh state of these parameters, which lie as `state` says and are given away."""
+        shards = jax.tree.map(lambda x: x.sharding, self.state)
+        return jax.jit(self._begin, out_shardings=shards, donate_argnums=0)(params)
 
     def gradients(self, params: PyTree, batch: Batch) -> tuple[dict[str, jax.Array], PyTree]:
         """({"objective", "loss", "count"}, f32 gradients) of a step's batch [A, B, T].

@@ -28,6 +28,7 @@ from hybrid_jax import (
     divergence,
     feed,
     flops,
+    init_from,
     metrics,
     provenance,
     report,
@@ -174,6 +175,7 @@ class Training:
         self._line: tuple[int, dict[str, Any]] | None = None  # a step's numbers, looked at but not written yet
         self._saved_line: dict[str, Any] = {}  # that of the restored step, out of its checkpoint
         self._evaluate: Any = None
+        self._origin: dict[str, Any] = {}  # of the initial parameters; {} for random ones
 
     # ---- the state ---------------------------------------------------------------
 
@@ -183,19 +185,28 @@ class Training:
         saved, changes = None, []
         if self.checkpoints and (found := self.checkpoints.restore(self.programs.state)):
             self.state, self.done, saved = found
+            self._origin = saved.get("init_from", {})
             changes = provenance.changes(saved, self.checkpoints.meta)
             for line in changes:
                 self.console.text(f"note: {line}")
         else:
-            self.console.phase("drawing the initial parameters")
-            with jax.set_mesh(self.programs.mesh):
-                self.state, self.done = self.programs.init(self.cfg.train.seed), 0
+            self.state, self.done = self._initial(), 0
         self._saved_line = (saved or {}).get("line", {})
         # Losses of another model or other data say nothing about those to come.
         self.detector.resume(saved.get("detector", {}) if saved and not changes else {})
         self.bad_steps = 0
         if not self.history.resume(saved):
             self.console.text(f"note: the roll-backs in {self.history.path} were of a run that is gone")
+
+    def _initial(self) -> Any:
+        """The state before the first step: random parameters, or those of config.checkpoint.init_from."""
+        if not self.cfg.checkpoint.init_from:
+            self.console.phase("drawing the initial parameters")
+            with jax.set_mesh(self.programs.mesh):
+                return self.programs.init(self.cfg.train.seed)
+        params, self._origin = init_from.read(self.cfg, self.programs.state["params"], self.console.text)
+        with jax.set_mesh(self.programs.mesh):
+            return self.programs.begin(params)
 
     def open_writers(self, rollbacks: Sequence[tuple[int, metrics.Values]]) -> None:
         """In process 0. A run may end between a checkpoint and that step's line, or before the last line is complete:
@@ -387,6 +398,7 @@ class Training:
             )  # fmt: skip
         line = metrics.finite(self._line[1]) if self._line else {}
         record = {"detector": self.detector.record, "rollbacks": self.history.record, "line": line}
+        record |= {"init_from": self._origin} if self._origin else {}
         self.checkpoints.save(self.done, self.state, record)
         self.write_failures()
         if self._line is not None:

@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_jax import progress
 from hybrid_jax.data import run_tokenizer
+from hybrid_jax.data import tokenizer as tokenizers
 from hybrid_jax.data.interface import Tokenizer
-from hybrid_jax.data.tokenizer import IdTokenizer
 from hybrid_jax.errors import UserError
 from hybrid_jax.interop import folder, formats, model_card
 from hybrid_jax.interop.formats import Format
 from hybrid_jax.interop.shards import DTYPES, ShardWriter
 from hybrid_jax.interop.table import Entry, Leaf
-from hybrid_jax.progress import Progress
+from hybrid_jax.interop.tokenizer import files as tokenizer_files
 from hybrid_jax.trained import Trained
 
 _DTYPES = {np.dtype(dtype).name: name for name, dtype in DTYPES.items()}  # "float32": "F32"
@@ -41,33 +42,46 @@ class Exported:
 
 
 def export(
-    trained: Trained, out: Path, *, format_name: str, dtype: str, max_shard_bytes: int, overwrite: bool
+    trained: Trained,
+    out: Path,
+    *,
+    format_name: str = "auto",
+    dtype: str = "float32",
+    max_shard_bytes: int,
+    tokenizer_name: str = "",
+    overwrite: bool = False,
 ) -> Exported:
-    """Writes `out`, whole or not at all. Raises UserError."""
+    """Writes `out`, whole or not at all.
+
+    format_name: one of formats.known, or auto. dtype: one of DTYPE_NAMES. tokenizer_name: a tokenizer.json, or a folder
+    with one, in place of the run's; "none" leaves it out. Raises UserError.
+    """
     chosen = formats.choose(trained.config, format_name)
     folder.check_free(out, overwrite, "config.json")
-    tokenizer = trained.tokenizer()
+    tokenizer, beside = _tokenizer(trained, tokenizer_name)
     entries = chosen.entries(trained.config)
     shapes = {entry.theirs: entry.shape for entry in entries}
     total = sum(int(np.prod(shape)) for shape in shapes.values()) * DTYPES[_DTYPES[dtype]].itemsize
+    count = progress.Count(line := progress.Line("export"), len(entries), total, "tensors")
     with folder.appearing(out, total + _SLACK) as scratch:
-        with (
-            ShardWriter(scratch, shapes, _DTYPES[dtype], max_shard_bytes) as writer,
-            Progress("export", writer.total_bytes, "B") as progress,
-        ):
-            for entry, arrays in _arrays(trained, entries):
-                tensor = entry.to_theirs(arrays)
-                writer.write(entry.theirs, tensor)
-                progress.add(tensor.size * writer.dtype.itemsize)
+        try:
+            with ShardWriter(scratch, shapes, _DTYPES[dtype], max_shard_bytes) as writer:
+                for entry, arrays in _arrays(trained, entries):
+                    tensor = entry.to_theirs(arrays)
+                    writer.write(entry.theirs, tensor)
+                    count.add(tensor.size * writer.dtype.itemsize)
+        finally:
+            line.close()
         ids = _special_ids(trained, tokenizer)
         _write_json(scratch / "config.json", _config(chosen, trained, dtype, ids))
         _write_json(scratch / "generation_config.json", {"_from_model_config": True, **ids})
-        has_tokenizer = _write_tokenizer(trained, tokenizer, scratch)
+        for name, content in beside.items():
+            (scratch / name).write_bytes(content)
         for file in chosen.files():
             shutil.copyfile(file, scratch / file.name)
         (scratch / "README.md").write_text(model_card.text(trained, chosen, dtype), encoding="utf-8")
     parameters = sum(int(np.prod(shape)) for shape in trained.shapes.values())
-    return Exported(out, chosen, tuple(writer.files), parameters, writer.total_bytes, has_tokenizer)
+    return Exported(out, chosen, tuple(writer.files), parameters, writer.total_bytes, bool(beside))
 
 
 def _arrays(trained: Trained, entries: list[Entry]) -> Iterator[tuple[Entry, list[np.ndarray]]]:
@@ -105,25 +119,44 @@ def _config(chosen: Format, trained: Trained, dtype: str, ids: dict[str, Any]) -
     }
 
 
-def _special_ids(trained: Trained, tokenizer: Tokenizer) -> dict[str, Any]:
+def _special_ids(trained: Trained, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Our models know one special id, which ends a document."""
-    end = tokenizer.end_of_document
-    return {
-        "bos_token_id": None,
-        "eos_token_id": end if end < trained.config.model.vocab_size else None,
-        "pad_token_id": None,
-    }
+    end = tokenizer.end_of_document if tokenizer else None
+    known = end is not None and end < trained.config.model.vocab_size
+    return {"bos_token_id": None, "eos_token_id": end if known else None, "pad_token_id": None}
 
 
-def _write_tokenizer(trained: Trained, tokenizer: Tokenizer, scratch: Path) -> bool:
-    """The tokenizer's files; False for a run whose ids have no text."""
-    if isinstance(tokenizer, IdTokenizer):
-        return False
-    carried = trained.run / run_tokenizer.FOLDER
-    for file in sorted(carried.iterdir()) if carried.is_dir() else []:
-        if file.is_file() and file.name != run_tokenizer.RECORD:
-            shutil.copyfile(file, scratch / file.name)
-    return True
+def _tokenizer(trained: Trained, name: str) -> tuple[Tokenizer | None, dict[str, bytes]]:
+    """The tokenizer, and {name: content} of its files: none for ids without text. Those that came with an imported
+    model are as they were. Raises UserError."""
+    if name == "none":
+        return None, {}
+    if name:
+        try:
+            given: Tokenizer = tokenizers.load(name)
+        except UserError as error:
+            raise UserError(f"--tokenizer: {error}") from None
+        if given.vocab_size > trained.config.model.vocab_size:
+            raise UserError(
+                f"--tokenizer: {name} has {given.vocab_size:,} ids and the model {trained.config.model.vocab_size:,}; "
+                "give the one that the model was trained with"
+            )
+        return given, _encoded(given)
+    try:
+        tokenizer = trained.tokenizer()
+        carried = trained.run / run_tokenizer.FOLDER
+        found = [file for file in carried.iterdir() if file.is_file()] if carried.is_dir() else []
+        if {file.name for file in found} <= {run_tokenizer.RECORD, run_tokenizer.DEFINITION}:
+            return tokenizer, _encoded(tokenizer)
+        return tokenizer, {file.name: file.read_bytes() for file in found if file.name != run_tokenizer.RECORD}
+    except UserError as error:
+        raise UserError(
+            f"{error}; or name its tokenizer.json by --tokenizer, or leave it out by --tokenizer none"
+        ) from None
+
+
+def _encoded(tokenizer: Tokenizer) -> dict[str, bytes]:
+    return {name: text.encode() for name, text in tokenizer_files(tokenizer).items()}
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ class Format(abc.ABC):
         """One entry a tensor, in the order in which the model computes."""
         model = config.model
         return expand(model, self.top(model), lambda number, symbol: self.sublayer(model, number, symbol))
+
+    def canonical(self, name: str) -> str:
+        """The name by which the table knows a tensor."""
+        for pattern, replacement in self.renamed:
+            name = re.sub(pattern, replacement, name)
+        return name
 
     def files(self) -> list[Path]:
         """Files that have to lie beside the weights, as a modeling file."""

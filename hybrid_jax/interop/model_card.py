@@ -10,7 +10,7 @@ from hybrid_jax import flops, pattern
 from hybrid_jax.interop.formats import Format
 from hybrid_jax.trained import Trained
 
-RESULTS = "evaluation.json"  # in the run, as hybrid_jax.evaluate writes it
+RESULTS = "evaluation"  # folder of a run, in which hybrid_jax.evaluate keeps STEP.json
 
 
 def text(trained: Trained, chosen: Format, dtype: str) -> str:
@@ -74,18 +74,20 @@ def _remote(chosen: Format) -> str:
 
 
 def _evaluation(trained: Trained) -> list[str]:
-    """A table of what hybrid_jax.evaluate left in the run, of this checkpoint."""
+    """A table of what hybrid_jax.evaluate has found of this checkpoint."""
     try:
-        found = json.loads((trained.run / RESULTS).read_text(encoding="utf-8"))
-        results = found["results"]
-    except (OSError, ValueError, KeyError, TypeError):
+        tasks = json.loads((trained.run / RESULTS / f"{trained.step}.json").read_text(encoding="utf-8"))["tasks"]
+        rows = [
+            f"| {name} | {task['num_fewshot']} | {metric} | {found['value']:.4f} | {_four(found['stderr'])} |"
+            for name, task in tasks.items()
+            for metric, found in task["metrics"].items()
+            if found["value"] is not None
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
-    lines = ["## Evaluation", "", "| task | metric | value | error |", "|---|---|---|---|"]
-    for task, metrics in results.items():
-        for name, value in metrics.items():
-            metric, _, kind = name.partition(",")
-            if kind and not metric.endswith("_stderr") and isinstance(value, int | float):
-                error = metrics.get(f"{metric}_stderr,{kind}")
-                shown = f"{error:.4f}" if isinstance(error, int | float) else ""
-                lines.append(f"| {task} | {metric} | {value:.4f} | {shown} |")
-    return [*lines, ""]
+    header = ["## Evaluation", "", "| task | shots | metric | value | +- |", "|---|---|---|---|---|"]
+    return [*header, *rows, ""] if rows else []
+
+
+def _four(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

@@ -77,6 +77,7 @@ def test_logits(tmp_path, name, case):
 
 def test_the_eos_and_dtype_are_read(tmp_path):
     import torch
+    import transformers
 
     config = CASES["llama"]["untied"]
     params = perturbed(Model(config.model))

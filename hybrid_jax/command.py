@@ -1,0 +1,32 @@
+"""What `python -m hybrid_jax.<verb>` commands share: how they take their options and how they end."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from hybrid_jax.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """Its mistakes are UserErrors of one line. doc: the module's docstring, whose first line describes the command."""
+
+    def __init__(self, verb: str, doc: str | None):
+        super().__init__(f"python -m hybrid_jax.{verb}", description=(doc or "").split("\n", 1)[0])
+
+    def error(self, message: str):
+        raise UserError(" ".join(message.removeprefix("argument ").split()))
+
+
+def main(run: Callable[[Sequence[str]], int], arguments: Sequence[str], stopped: str) -> int:
+    """`run` with a UserError as one line on stderr and exit code 2. Ctrl-C and SIGTERM end it with 130 and the words
+    `stopped`, after what it does to clear up."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run(arguments)
+    except UserError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\nstopped: {stopped}", file=sys.stderr)
+        return 130

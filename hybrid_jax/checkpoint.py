@@ -33,7 +33,7 @@ STATE = "state"
 TEMPORARY = "orbax-checkpoint-tmp"  # in the name of a checkpoint that is being written
 _DAMAGED = ".damaged"  # after the name of one that was passed over
 _USABLE = 0.95  # of a device's memory: what is free lies in pieces
-_PIECE, _PIECE_OF_LAYERS = 2**26, 2**20  # bytes of an array that are compressed together, at most and at least
+_PIECE, _PIECE_OF_LAYERS = 2**23, 2**20  # bytes of an array that are compressed together, at most and at least
 _STALE = "stale"  # said of a list of checkpoints that is not what lies in the folder
 
 

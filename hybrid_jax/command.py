@@ -21,7 +21,10 @@ class Parser(argparse.ArgumentParser):
 def main(run: Callable[[Sequence[str]], int], arguments: Sequence[str], stopped: str) -> int:
     """`run` with a UserError as one line on stderr and exit code 2. Ctrl-C and SIGTERM end it with 130 and the words
     `stopped`, after what it does to clear up."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        old = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    except ValueError:  # not in the main thread
+        old = None
     try:
         return run(arguments)
     except UserError as error:
@@ -30,3 +33,6 @@ def main(run: Callable[[Sequence[str]], int], arguments: Sequence[str], stopped:
     except KeyboardInterrupt:
         print(f"\nstopped: {stopped}", file=sys.stderr)
         return 130
+    finally:
+        if old is not None:
+            signal.signal(signal.SIGTERM, old)

@@ -22,17 +22,19 @@ def run(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     platform.prepare("cpu")
     from hybrid_jax.data.tokenizer import BpeTokenizer
-    from hybrid_jax.interop import importer
+    from hybrid_jax.interop import folder, importer
 
-    out = Path(os.path.abspath(os.path.expanduser(options.out)))
-    done = importer.load(Path(os.path.expanduser(options.model)), out, options.overwrite)
-    dtypes = ", ".join(f"{count} tensors {name}" for name, count in sorted(done.dtypes.items()))
-    print(f"{options.out}: {done.format} of {done.format.library}, {done.parameters:,} parameters ({dtypes})")
-    if not isinstance(done.tokenizer, BpeTokenizer):
+    out, model = (Path(os.path.abspath(os.path.expanduser(path))) for path in (options.out, options.model))
+    folder.check_free(out, options.overwrite, "config.json")  # before the weights are read
+    found = importer.read(model)
+    config = importer.write(found, model, out, options.overwrite)
+    dtypes = ", ".join(f"{count} tensors {name}" for name, count in sorted(found.dtypes.items()))
+    print(f"{options.out}: {found.format} of {found.format.library}, {found.parameters:,} parameters ({dtypes})")
+    if not isinstance(found.tokenizer, BpeTokenizer):
         print(f"no tokenizer: {options.model} holds no tokenizer.json, so the run knows ids without text")
     print(
         f"train it:  python launch.py --config={options.out}/config.json --config.data.path=PREFIX "
-        f"--config.train.sequence_length={done.config.train.sequence_length}"
+        f"--config.train.sequence_length={config.train.sequence_length}"
     )
     return 0
 

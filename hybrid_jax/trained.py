@@ -34,6 +34,7 @@ from hybrid_jax.model import Model, Params
 from hybrid_jax.optimizer import leaf_paths, path_str
 
 _PARAMS = "params"
+_PARTS_AT_ONCE = 4  # of an array, see checkpoint._PIECE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +145,9 @@ class Trained:
         base = f"file://{(self.folder / checkpoint.STATE).absolute()}/"
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{_PARAMS}.{path}/"}
         with self._reading(path):
-            return tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True, read=True).result()
+            return tensorstore.open(
+                {"driver": "zarr3", "kvstore": kvstore}, open=True, read=True, context=_few_at_once()
+            ).result()
 
     @contextlib.contextmanager
     def _reading(self, path: str) -> Iterator[None]:
@@ -153,6 +156,13 @@ class Trained:
         except Exception as error:  # tensorstore raises many kinds
             gone = "" if self.folder.is_dir() else ": the run has removed it meanwhile; choose a newer one"
             raise UserError(f"{self.folder}: {path} cannot be read{gone or f': {pending.reason(error)}'}") from None
+
+
+@functools.cache
+def _few_at_once() -> tensorstore.Context:
+    """So that what is being decompressed stays small beside a large array."""
+    limit = {"limit": _PARTS_AT_ONCE}
+    return tensorstore.Context({"data_copy_concurrency": limit, "file_io_concurrency": limit})
 
 
 def say(line: str) -> None:

@@ -19,15 +19,24 @@ from hybrid_jax.optimizer import leaf_paths, path_str
 from hybrid_jax.trained import Trained
 
 
-def write_run(cfg: Config, params: Params, *, steps: Sequence[int] = (1,), tokenizer: Tokenizer | None = None) -> Path:
-    """A run in cfg.workdir with a checkpoint of `params` at each of `steps`, its moments zero."""
+def write_run(
+    cfg: Config,
+    params: Params,
+    *,
+    steps: Sequence[int] = (1,),
+    tokenizer: Tokenizer | None = None,
+    moments: bool = True,
+) -> Path:
+    """A run in cfg.workdir with a checkpoint of `params` at each of `steps`; moments, which are zero, or none."""
     run = Path(cfg.workdir)
     meta = provenance.describe(cfg, {})
     with checkpoint.Checkpoints(run / "checkpoints", len(steps), meta, print) as checkpoints:
         for step in steps:
-            zeros = jax.tree.map(jnp.zeros_like, params)
-            opt_state = {"count": jnp.asarray(step, jnp.int32), "mu": zeros, "nu": zeros}
-            checkpoints.save(step, {"params": params, "opt_state": opt_state}, {"line": {"loss": 1.5, "tokens": 256}})
+            state = {"params": params}
+            if moments:
+                zeros = jax.tree.map(jnp.zeros_like, params)
+                state["opt_state"] = {"count": jnp.asarray(step, jnp.int32), "mu": zeros, "nu": zeros}
+            checkpoints.save(step, state, {"line": {"loss": 1.5, "tokens": 256}})
         checkpoints.wait()
     (run / "config.json").write_text("{}")
     if tokenizer:

@@ -48,41 +48,53 @@ _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")  # older checkpoints store it
 
 @dataclasses.dataclass(frozen=True)
 class Imported:
-    """What was read. dtypes: the stored ones, by number of tensors."""
+    """What a folder holds. params: fp32. dtypes: the stored ones, by number of tensors. config: its data and its
+    folders are not named."""
 
     format: Format
     config: Config
-    parameters: int
+    params: Params
     dtypes: Mapping[str, int]
     tokenizer: Tokenizer
 
+    @property
+    def parameters(self) -> int:
+        return sum(x.size for _, x in leaf_paths(self.params))
 
-def load(model: Path, out: Path, overwrite: bool) -> Imported:
-    """Makes the run `out` of the folder `model`, whole or not at all. Raises UserError, naming the file."""
+
+def read(model: Path) -> Imported:
+    """The model in the folder `model`. Raises UserError, naming the file."""
     if not model.is_dir():
         raise UserError(f"--model: {model}: {'is no folder' if model.exists() else 'no such folder'}")
-    folder.check_free(out, overwrite, "config.json")
     values = _read_config(model / "config.json")
     chosen, config = formats.read_config(values, str(model / "config.json"))
     reader = ShardReader(model)
     entries = chosen.entries(config)
     stored = _match(chosen, config, entries, reader)
     known = _tokenizer(model, values, config)
+    dtypes = collections.Counter(reader.dtype(name) for name in stored.values())
+    return Imported(chosen, config, _params(config, entries, stored, reader), dtypes, known)
+
+
+def write(found: Imported, model: Path, out: Path, overwrite: bool) -> Config:
+    """Makes the run `out`, whole or not at all, of what was found in `model`; returns the config that trains from it.
+
+    Raises UserError.
+    """
+    folder.check_free(out, overwrite, "config.json")
     config = dataclasses.replace(
-        config,
+        found.config,
         workdir=f"{out}-tuned",
-        data=dataclasses.replace(config.data, source="store", prepare=_how_to_prepare(out, known)),
-        checkpoint=dataclasses.replace(config.checkpoint, init_from=str(out)),
+        data=dataclasses.replace(found.config.data, source="store", prepare=_how_to_prepare(out, found.tokenizer)),
+        checkpoint=dataclasses.replace(found.config.checkpoint, init_from=str(out)),
     )
-    sizes = {path: int(np.prod(x.shape)) for path, x in leaf_paths(Model(config.model).abstract_params())}
-    with folder.appearing(out, 4 * sum(sizes.values())) as scratch:
-        params = _params(config, entries, stored, reader)
-        _write_checkpoint(scratch / "checkpoints", config, params, {"format": chosen.name, "folder": str(model)})
+    source = {"format": found.format.name, "folder": str(model.absolute())}
+    with folder.appearing(out, 4 * found.parameters) as scratch:
+        _write_checkpoint(scratch / "checkpoints", config, found.params, source)
         text = json.dumps(config_lib.to_dict(config), indent=2) + "\n"
         (scratch / "config.json").write_text(text, encoding="utf-8")
-        _write_tokenizer(model, scratch, known)
-    dtypes = collections.Counter(reader.dtype(name) for name in stored.values())
-    return Imported(chosen, config, sum(sizes.values()), dtypes, known)
+        _write_tokenizer(model, scratch, found.tokenizer)
+    return config
 
 
 def _read_config(path: Path) -> dict[str, Any]:

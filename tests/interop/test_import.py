@@ -4,7 +4,9 @@ tests/golden/models holds what transformers 5.24.0 and flash-linear-attention 0.
 says what those models compute.
 """
 
+import dataclasses
 import json
+import pathlib
 import struct
 
 import jax
@@ -12,7 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from hybrid_jax import import_hf, trained
+from hybrid_jax import config_file, import_hf, trained
+from hybrid_jax.config import Config
 from hybrid_jax.interop import exporter, importer
 from hybrid_jax.interop.shards import INDEX
 from hybrid_jax.model import Model
@@ -20,6 +23,7 @@ from tests.interop.models import CASES
 from tests.test_golden_models import GOLDEN, NAMES, read, tree_of
 from tests.written import in_memory, perturbed
 
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 FORMATS = {"gdn_tied": "gated_deltanet", "gdn_untied_expandv2": "gated_deltanet", "kda_tied": "kda"}
 
 
@@ -27,7 +31,8 @@ FORMATS = {"gdn_tied": "gated_deltanet", "gdn_untied_expandv2": "gated_deltanet"
 def test_golden_models(tmp_path, name):
     """The parameters whose logits, gradients and tokens are compared elsewhere, and every tensor back."""
     source = GOLDEN / name
-    done = importer.load(source, tmp_path / "run", overwrite=False)
+    done = importer.read(source)
+    importer.write(done, source, tmp_path / "run", overwrite=False)
     assert done.format.name == FORMATS.get(name, name)
     found = trained.open(tmp_path / "run")
     assert found.step == 0 and found.meta["imported"]["format"] == done.format.name
@@ -48,6 +53,33 @@ def test_golden_models(tmp_path, name):
         np.testing.assert_allclose(back[name], renamed[name], rtol=0, atol=2**-23)
 
 
+def _reduced(file, tied):
+    """A config of configs/ at a small width, its stack and everything else as it is."""
+    model = config_file.load(str(file)).model
+    rank = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    return Config(
+        model=dataclasses.replace(
+            model, vocab_size=40, hidden_size=16, intermediate_size=24, tie_word_embeddings=tied,
+            mla=dataclasses.replace(model.mla, num_heads=2, **rank),
+            gqa=dataclasses.replace(model.gqa, num_heads=2, num_kv_heads=1, head_dim=8),
+            gdn=dataclasses.replace(model.gdn, num_heads=1, num_v_heads=2, head_dim=8),
+            kda=dataclasses.replace(model.kda, num_heads=2, num_v_heads=2, head_dim=4),
+            mamba2=dataclasses.replace(model.mamba2, state_size=4, head_dim=8, n_groups=2, expand=2),
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.py")), ids=lambda file: file.stem)
+def test_every_published_config_there_and_back(tmp_path, file, tied):
+    config = _reduced(file, tied)
+    params = perturbed(Model(config.model))
+    done = exporter.export(in_memory(config, params), tmp_path / "out", max_shard_bytes=2**30)
+    back = importer.read(tmp_path / "out")
+    assert back.format is done.format and back.config.model.layout == config.model.layout
+    jax.tree.map(np.testing.assert_array_equal, back.params, params)
+
+
 ROUND_TRIPS = [(name, case) for name, cases in CASES.items() for case in list(cases)[:2]]
 
 
@@ -58,15 +90,13 @@ def test_there_and_back(tmp_path, name, case):
     params = perturbed(Model(config.model))
     exporter.export(in_memory(config, params), tmp_path / "out", format_name=name, max_shard_bytes=2**13)
     assert (tmp_path / "out" / INDEX).exists()
-    done = importer.load(tmp_path / "out", tmp_path / "run", overwrite=False)
+    done = importer.read(tmp_path / "out")
     assert done.format.name == name and done.dtypes["F32"] == sum(done.dtypes.values())
-    got = trained.open(tmp_path / "run").params()
-    again = in_memory(done.config, got)
-    exporter.export(again, tmp_path / "again", format_name=name, max_shard_bytes=2**13)
+    exporter.export(in_memory(done.config, done.params), tmp_path / "again", format_name=name, max_shard_bytes=2**13)
     for file in sorted((tmp_path / "out").glob("model*")):
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
     if "interleaved" not in case:  # those come back with half-split pairs
-        jax.tree.map(np.testing.assert_array_equal, got, params)
+        jax.tree.map(np.testing.assert_array_equal, done.params, params)
 
 
 def test_bfloat16_is_read_exactly(tmp_path):
@@ -75,11 +105,10 @@ def test_bfloat16_is_read_exactly(tmp_path):
     config = CASES["llama"]["untied"]
     params = perturbed(Model(config.model))
     exporter.export(in_memory(config, params), tmp_path / "out", dtype="bfloat16", max_shard_bytes=2**30)
-    done = importer.load(tmp_path / "out", tmp_path / "run", overwrite=False)
+    done = importer.read(tmp_path / "out")
     assert set(done.dtypes) == {"BF16"}
-    got = trained.open(tmp_path / "run").params()
     rounded = jax.tree.map(lambda x: np.asarray(x.astype(jnp.bfloat16), np.float32), params)
-    jax.tree.map(np.testing.assert_array_equal, got, rounded)
+    jax.tree.map(np.testing.assert_array_equal, done.params, rounded)
 
 
 # ---- what is refused -----------------------------------------------------------

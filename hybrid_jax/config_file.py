@@ -53,9 +53,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"--config: {path}: {getattr(error, 'strerror', None) or 'is no JSON'}") from None
     if not isinstance(values, dict) or "model_type" in values:
-        raise UserError(
-            f"--config: {path} is no config of a run; import a model by python -m hybrid_jax.import_hf first"
-        )
+        raise UserError(f"--config: {path} is no run's config; python -m hybrid_jax.import_hf makes a run of a model")
     return values
 
 

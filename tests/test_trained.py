@@ -15,12 +15,12 @@ from hybrid_jax.errors import UserError
 from hybrid_jax.model import Model
 from hybrid_jax.optimizer import leaf_paths
 from tests.tiny import tiny_config
-from tests.written import write_run
+from tests.written import perturbed, write_run
 
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.jit(Model(tiny_config("unused", model__pattern="A-A-A").model).init)(jax.random.key(0))
+    return perturbed(Model(tiny_config("unused", model__pattern="A-A-A").model))
 
 
 @pytest.fixture(scope="module")

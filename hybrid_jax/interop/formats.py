@@ -112,8 +112,9 @@ class Reader:
 
 
 def known() -> list[Format]:
-    """All formats, the most widely read first: the first that fits is `auto`."""
+    """All formats, the most widely read first: the first that fits is `auto`. The last one holds every model."""
     from hybrid_jax.interop import deepseek, fla, kimi, llama, mamba2, qwen3_5
+    from hybrid_jax.interop.hybrid.format import HYBRID
 
     return [
         llama.LLAMA,
@@ -125,6 +126,7 @@ def known() -> list[Format]:
         kimi.KIMI_LINEAR,
         deepseek.DEEPSEEK_V3,
         qwen3_5.QWEN3_5_TEXT,
+        HYBRID,
     ]
 
 
@@ -139,18 +141,14 @@ def named(name: str) -> Format:
 def choose(config: Config, name: str = "auto") -> Format:
     """The format `name`, or for "auto" the first that holds the model.
 
-    Raises UserError if it, or for "auto" every one, cannot, naming what it cannot say and one that can.
+    Raises UserError if `name` cannot, naming what it cannot say and a format that can.
     """
-    holding = next((one for one in known() if not one.fits(config)), None)
+    holding = next(one for one in known() if not one.fits(config))
     if name == "auto":
-        if holding is None:
-            reasons = "; ".join(f"{one} {one.fits(config)}" for one in known())
-            raise UserError(f"--format: none holds this model: {reasons}")
         return holding
     wanted = named(name)
     if reason := wanted.fits(config):
-        instead = f"use --format {holding}" if holding else "no other format can hold it either"
-        raise UserError(f"--format: {name} cannot hold this model: it {reason}; {instead}")
+        raise UserError(f"--format: {name} cannot hold this model: it {reason}; use --format {holding}")
     return wanted
 
 

@@ -88,5 +88,10 @@ CASES: dict[str, dict[str, Config]] = {
             tie_word_embeddings=True,
         ),
     },
+    "hybrid_jax": {
+        "every kind": _config("*-M-G-K-S-A-", mixer="mamba2", mla=MLA, gqa=GATED, gdn=GDN, kda=KDA, mamba2=MAMBA2),
+        "stacked": _config("GAGAS", gdn=GDN, gqa=_with(GQA, bias=True), mamba2=_with(MAMBA2, pre_norm=False)),
+        "derived": _config("", num_layers=8, attention_ratio=0.25, mla=NOPE, gdn=GDN, tie_word_embeddings=True),
+    },
 }  # fmt: skip
 ALL = [(name, case) for name, cases in CASES.items() for case in cases]

@@ -223,7 +223,8 @@ def test_an_unknown_format_is_named():
         formats.choose(Config(model=LLAMA.model), "gguf")
 
 
-def test_a_model_that_no_format_holds():
+def test_a_model_that_one_format_holds():
     config = _model(LLAMA, pattern="A-K-", kda=KDA)
-    with pytest.raises(UserError, match=r"--format: llama cannot .*sublayer 3 is KDA; no other format can hold it"):
+    assert formats.choose(config).name == "hybrid_jax"
+    with pytest.raises(UserError, match=r"--format: llama .*sublayer 3 is KDA; use --format hybrid_jax"):
         formats.choose(config, "llama")

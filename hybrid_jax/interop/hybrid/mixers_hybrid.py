@@ -62,6 +62,14 @@ class HybridShortConv(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
 
+def linear(n_in: int, n_out: int, *, bias: bool = False, last: bool = False, bound: float = 0.0) -> nn.Linear:
+    """A projection that a new model draws with `bound` from U(-bound, bound), else normally, the `last` of a sublayer
+    smaller where the config says so."""
+    made = nn.Linear(n_in, n_out, bias=bias)
+    made.last, made.bound = last, bound
+    return made
+
+
 def frequencies(rope, channels: int) -> tuple[list[float], float]:
     """Angle per position of each of the R/2 pairs, and the factor on cos and sin.
 
@@ -133,16 +141,16 @@ class HybridMLA(nn.Module):
         self.head_dims = (sizes.qk_nope_head_dim, sizes.qk_rope_head_dim)
         q_width = sizes.num_heads * sum(self.head_dims)
         if sizes.q_lora_rank:
-            self.q_a_proj = nn.Linear(width, sizes.q_lora_rank, bias=False)
+            self.q_a_proj = linear(width, sizes.q_lora_rank)
             self.q_a_layernorm = HybridRMSNorm(sizes.q_lora_rank, eps)
-            self.q_b_proj = nn.Linear(sizes.q_lora_rank, q_width, bias=False)
+            self.q_b_proj = linear(sizes.q_lora_rank, q_width)
         else:
-            self.q_proj = nn.Linear(width, q_width, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(width, sizes.kv_lora_rank + sizes.qk_rope_head_dim, bias=False)
+            self.q_proj = linear(width, q_width)
+        self.kv_a_proj_with_mqa = linear(width, sizes.kv_lora_rank + sizes.qk_rope_head_dim)
         self.kv_a_layernorm = HybridRMSNorm(sizes.kv_lora_rank, eps)
         kv_width = sizes.num_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
-        self.kv_b_proj = nn.Linear(sizes.kv_lora_rank, kv_width, bias=False)
-        self.o_proj = nn.Linear(sizes.num_heads * sizes.v_head_dim, width, bias=False)
+        self.kv_b_proj = linear(sizes.kv_lora_rank, kv_width)
+        self.o_proj = linear(sizes.num_heads * sizes.v_head_dim, width, last=True)
 
     def forward(self, x: Tensor, this: Pass, state: State):
         sizes = self.sizes
@@ -179,13 +187,13 @@ class HybridGQA(nn.Module):
         super().__init__()
         self.sizes = sizes = config.section("gqa")
         width, K = config.hidden_size, sizes.head_dim
-        self.q_proj = nn.Linear(width, sizes.num_heads * K * (2 if sizes.output_gate else 1), bias=sizes.bias)
-        self.k_proj = nn.Linear(width, sizes.num_kv_heads * K, bias=sizes.bias)
-        self.v_proj = nn.Linear(width, sizes.num_kv_heads * K, bias=sizes.bias)
+        self.q_proj = linear(width, sizes.num_heads * K * (2 if sizes.output_gate else 1), bias=sizes.bias)
+        self.k_proj = linear(width, sizes.num_kv_heads * K, bias=sizes.bias)
+        self.v_proj = linear(width, sizes.num_kv_heads * K, bias=sizes.bias)
         if sizes.qk_norm:
             self.q_norm = HybridRMSNorm(K, sizes.norm_eps)
             self.k_norm = HybridRMSNorm(K, sizes.norm_eps)
-        self.o_proj = nn.Linear(sizes.num_heads * K, width, bias=False)
+        self.o_proj = linear(sizes.num_heads * K, width, last=True)
 
     def forward(self, x: Tensor, this: Pass, state: State):
         sizes = self.sizes
@@ -214,14 +222,14 @@ class _Delta(nn.Module):
         width = config.hidden_size
         self.value_dim = round(sizes.head_dim * sizes.expand_v)
         self.widths = [sizes.num_heads * sizes.head_dim] * 2 + [sizes.num_v_heads * self.value_dim]
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, w, bias=False) for w in self.widths)
-        self.b_proj = nn.Linear(width, sizes.num_v_heads, bias=False)
+        self.q_proj, self.k_proj, self.v_proj = (linear(width, w) for w in self.widths)
+        self.b_proj = linear(width, sizes.num_v_heads)
         if sizes.use_short_conv:
             convolutions = (HybridShortConv(w, sizes.conv_size) for w in self.widths)
             self.q_conv1d, self.k_conv1d, self.v_conv1d = convolutions
         self.A_log = nn.Parameter(torch.empty(sizes.num_v_heads))
         self.o_norm = HybridRMSNorm(self.value_dim, sizes.norm_eps)
-        self.o_proj = nn.Linear(self.widths[2], width, bias=False)
+        self.o_proj = linear(self.widths[2], width, last=True)
 
     def decays(self, x: Tensor) -> Tensor:
         """Log decays [B, T, HV, 1 or K] fp32."""
@@ -254,10 +262,10 @@ class HybridGDN(_Delta):
 
     def __init__(self, config: HybridConfig):
         super().__init__(config, "gdn")
-        self.a_proj = nn.Linear(config.hidden_size, self.sizes.num_v_heads, bias=False)
+        self.a_proj = linear(config.hidden_size, self.sizes.num_v_heads)
         self.dt_bias = nn.Parameter(torch.empty(self.sizes.num_v_heads))
         if self.sizes.use_gate:
-            self.g_proj = nn.Linear(config.hidden_size, self.widths[2], bias=False)
+            self.g_proj = linear(config.hidden_size, self.widths[2])
 
     def decays(self, x: Tensor) -> Tensor:
         rate = torch.exp(upcast(self.A_log))
@@ -276,10 +284,10 @@ class HybridKDA(_Delta):
     def __init__(self, config: HybridConfig):
         super().__init__(config, "kda")
         width, rank, decays = config.hidden_size, self.value_dim, self.sizes.num_v_heads * self.sizes.head_dim
-        self.f_a_proj = nn.Linear(width, rank, bias=False)
-        self.f_b_proj = nn.Linear(rank, decays, bias=False)
-        self.g_a_proj = nn.Linear(width, rank, bias=False)
-        self.g_b_proj = nn.Linear(rank, self.widths[2], bias=self.sizes.gate_bias)
+        self.f_a_proj = linear(width, rank)
+        self.f_b_proj = linear(rank, decays, bound=rank**-0.5)
+        self.g_a_proj = linear(width, rank)
+        self.g_b_proj = linear(rank, self.widths[2], bias=self.sizes.gate_bias, bound=rank**-0.5)
         self.dt_bias = nn.Parameter(torch.empty(decays))
 
     def decays(self, x: Tensor) -> Tensor:
@@ -307,13 +315,13 @@ class HybridMamba2(nn.Module):
         self.heads = self.inner // sizes.head_dim
         self.shared = sizes.n_groups * sizes.state_size
         conv_width = self.inner + 2 * self.shared
-        self.in_proj = nn.Linear(config.hidden_size, self.inner + conv_width + self.heads, bias=False)
+        self.in_proj = linear(config.hidden_size, self.inner + conv_width + self.heads)
         self.conv1d = HybridShortConv(conv_width, sizes.conv_size, bias=True)
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.D = nn.Parameter(torch.ones(self.heads))
         self.norm = HybridRMSNorm(self.inner, sizes.norm_eps)
-        self.out_proj = nn.Linear(self.inner, config.hidden_size, bias=False)
+        self.out_proj = linear(self.inner, config.hidden_size, last=True)
 
     def forward(self, x: Tensor, this: Pass, state: State):
         sizes, held = self.sizes, {}
@@ -332,9 +340,9 @@ class HybridMamba2(nn.Module):
 class HybridSwiGLU(nn.Module):
     def __init__(self, config: HybridConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size, last=True)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)

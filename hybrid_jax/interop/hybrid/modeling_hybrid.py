@@ -116,10 +116,7 @@ class HybridPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As hybrid_jax draws them."""
-        config = self.config
-        out_std = config.initializer_range
-        if config.rescale_out_proj:
-            out_std *= (2 * config.num_hidden_layers) ** -0.5
+        std = self.config.initializer_range
 
         def draw(param: Tensor | None, fill) -> None:
             if param is not None and not getattr(param, "_is_hf_initialized", False):
@@ -129,21 +126,17 @@ class HybridPreTrainedModel(PreTrainedModel):
             return lambda p: p.uniform_(-bound, bound)
 
         if isinstance(module, nn.Linear | nn.Embedding):
-            draw(module.weight, lambda p: p.normal_(0.0, config.initializer_range))
-            draw(getattr(module, "bias", None), torch.zero_)
+            if getattr(module, "last", False) and self.config.rescale_out_proj:
+                std *= (2 * self.config.num_hidden_layers) ** -0.5
+            bound = getattr(module, "bound", 0.0)
+            draw(module.weight, uniform(bound) if bound else lambda p: p.normal_(0.0, std))
+            draw(getattr(module, "bias", None), uniform(bound))
         elif isinstance(module, HybridRMSNorm):
             draw(module.weight, lambda p: p.fill_(1.0))
         elif isinstance(module, HybridShortConv):
             for param in (module.weight, module.bias):
                 draw(param, uniform(module.weight.shape[-1] ** -0.5))
-        for name in ("o_proj", "out_proj", "down_proj"):
-            if hasattr(module, name):
-                draw(getattr(module, name).weight, lambda p: p.normal_(0.0, out_std))
-        for name in ("f_b_proj", "g_b_proj"):  # KDA
-            if hasattr(module, name):
-                for param in (getattr(module, name).weight, getattr(module, name).bias):
-                    draw(param, uniform(module.value_dim**-0.5))
-        if hasattr(module, "A_log"):
+        elif hasattr(module, "A_log"):
             bounded = getattr(module.sizes, "lower_bound", 0.0) != 0.0
             draw(module.A_log, lambda p: p.zero_() if bounded else p.copy_(torch.empty_like(p).uniform_(1, 16).log()))
             draw(module.dt_bias, _dt_bias)

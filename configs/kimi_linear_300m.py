@@ -1,4 +1,5 @@
-"""Kimi Linear 300M: 3 MLA without positions and 9 Kimi Delta Attention mixers, each with an MLP; 310,999,336 parameters.
+"""Kimi Linear 300M: 9 Kimi Delta Attention mixers and 3 MLA without positions, each with an MLP; 310,999,336
+parameters.
 
 The layout and shapes that Hugging Face's kimi_linear holds (arXiv:2510.26692), so that a run is exported into a class
 that transformers ships: keys as wide as values, no bias on the output gate. Sizes and recipe are ours, by kda_300m.

@@ -14,7 +14,7 @@ from hybrid_jax import recipes
 def get_config(variant: str = "") -> ml_collections.ConfigDict:
     config = recipes.family_300m()
     config.model.update(pattern="M" * 48, mixer="mamba2", vocab_size=50_304, rescale_out_proj=True)
-    config.model.norm_eps = 1e-5  # as the preset's, and as that of the gated norms: Hugging Face's class has one for both
+    config.model.norm_eps = 1e-5  # the preset's, and that of the gated norms: Hugging Face's class has one for both
     config.model.mamba2.state_size = 16
     config.data.prepare = recipes.fineweb_edu("10BT", "gpt-neox-20b/tokenizer.json")
     config.train.update(steps=11_738, global_batch_size=416)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from hybrid_jax import flops, pattern
@@ -21,15 +22,22 @@ def text(trained: Trained, chosen: Format, dtype: str) -> str:
         ("parameters", f"{flops.parameter_count(model):,}"),
         ("stack", f"`{pattern.draw(model.layout)}`"),
         ("vocabulary", f"{model.vocab_size:,}"),
-        ("steps", f"{trained.step:,} of {train.steps:,}"),
-        ("tokens", f"{int(line['tokens']):,}" if "tokens" in line else "not recorded"),
-        ("batch", f"{train.global_batch_size:,} rows of {train.sequence_length:,} tokens"),
-        ("learning rate", f"{optimizer.learning_rate:g} to {optimizer.min_learning_rate:g}, cosine"),
-        ("warm-up", f"{optimizer.warmup_steps:,} steps"),
-        ("AdamW", f"betas {optimizer.b1:g}, {optimizer.b2:g}; weight decay {optimizer.weight_decay:g}"),
-        ("compute", f"{train.compute_dtype}; parameters and moments float32"),
-        ("training loss", _loss(line.get("loss"))),
     ]
+    if imported := trained.meta.get("imported"):
+        rows.append(("origin", f"imported from a model in the format `{imported['format']}`"))
+    else:
+        rows += [
+            ("steps", f"{trained.step:,} of {train.steps:,}"),
+            ("tokens", f"{int(line['tokens']):,}" if "tokens" in line else "not recorded"),
+            ("batch", f"{train.global_batch_size:,} rows of {train.sequence_length:,} tokens"),
+            ("learning rate", f"{optimizer.learning_rate:g} to {optimizer.min_learning_rate:g}, cosine"),
+            ("warm-up", f"{optimizer.warmup_steps:,} steps"),
+            ("AdamW", f"betas {optimizer.b1:g}, {optimizer.b2:g}; weight decay {optimizer.weight_decay:g}"),
+            ("compute", f"{train.compute_dtype}; parameters and moments float32"),
+            ("training loss", _loss(line.get("loss"))),
+        ]
+    if begun := trained.meta.get("init_from"):
+        rows.append(("begun with", f"the parameters of `{Path(begun['run']).name}` after step {begun['step']:,}"))
     if "validation_loss" in line:
         rows.append(("validation loss", _loss(line["validation_loss"])))
     parts = [

@@ -269,6 +269,8 @@ def test_the_tokenizer_is_carried_along(tmp_path, capsys, model):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 3
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| origin | imported from a model in the format `llama` |" in card and "learning rate" not in card
 
     bpe.add_special_tokens([f"<{number}>" for number in range(60)])
     bpe.save(str(model / "tokenizer.json"))

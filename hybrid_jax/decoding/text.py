@@ -1,0 +1,85 @@
+"""Token ids to text as they come: only what later ids cannot change is given out, and nothing from a stop string on."""
+
+from collections.abc import Sequence
+
+from hybrid_jax.data.interface import Tokenizer
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of a character's first bytes
+_MOST_UNFINISHED = 3  # bytes of a character that lacks one: each of them may show as one of these
+_CONTEXT = 8  # ids that are decoded anew with later ones: a character's bytes, and a word whose space depends on it
+
+
+class TextStream:
+    """The text of one row.
+
+    before: ids that the row continues; text that joins up with them, as a leading space, is right then. stop: strings,
+    none of them empty, that end the text; it does not hold the one that did. What is found first is the one that ends
+    first, wherever the borders of tokens lie.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), stop: Sequence[str] = ()):
+        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.text = ""  # all that was given out
+        self.ids: list[int] = []  # all that were taken: up to the one that completed a stop string
+        self.stopped = False
+        self._window = self._spelt(before[-4 * _CONTEXT :])[-_CONTEXT:]
+        self._taken = len(self._finished(tokenizer.decode(self._window)))  # characters of the window's text
+        self._held = ""  # decoded, but perhaps the beginning of a stop string
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that is sure now that these follow."""
+        if not self.stop:
+            return self._push(ids)
+        return "".join(self._push([i]) for i in ids if not self.stopped)
+
+    def _push(self, ids: Sequence[int]) -> str:
+        self.ids += ids
+        self._window += self._spelt(ids)
+        self._take(self._finished(self.tokenizer.decode(self._window)))
+        if len(self._window) > 2 * _CONTEXT:
+            self._window = self._window[-_CONTEXT:]
+            self._taken = len(self._finished(self.tokenizer.decode(self._window)))
+        return self._give(self._sure())
+
+    def end(self) -> str:
+        """The rest, as no more ids follow."""
+        if self.stopped:
+            return ""
+        self._take(self.tokenizer.decode(self._window))
+        return self._give(self._sure() if self._ends_at() else len(self._held))
+
+    def _spelt(self, ids: Sequence[int]) -> list[int]:
+        """Without those that stand for no text: they would push others out of the window."""
+        end, size = self.tokenizer.end_of_document, self.tokenizer.vocab_size
+        return [i for i in ids if 0 <= i < size and i != end]
+
+    def _finished(self, text: str) -> str:
+        cut = len(text)
+        while cut and len(text) - cut < _MOST_UNFINISHED and text[cut - 1] == _UNFINISHED:
+            cut -= 1
+        return text[:cut]
+
+    def _take(self, text: str) -> None:
+        self._held += text[self._taken :]
+        self._taken = max(self._taken, len(text))
+
+    def _ends_at(self) -> tuple[int, int] | None:
+        """(end, start) in what is held of the stop string that ends first."""
+        found = [(i + len(s), i) for s in self.stop if (i := self._held.find(s)) >= 0]
+        return min(found, default=None)
+
+    def _sure(self) -> int:
+        """Characters held that may be given out. Sets `stopped`."""
+        if found := self._ends_at():
+            self.stopped = True
+            return found[1]
+        longest = max(map(len, self.stop), default=1)
+        for start in range(max(0, len(self._held) - longest + 1), len(self._held)):
+            if any(s.startswith(self._held[start:]) for s in self.stop):
+                return start
+        return len(self._held)
+
+    def _give(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        self.text += text
+        return text

@@ -1,10 +1,10 @@
 """Continues a list of prompts: batches of them, stop strings, text."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hybrid_jax.data.interface import Tokenizer
-from hybrid_jax.decoding.decoder import Decoder
+from hybrid_jax.decoding.decoder import Decoder, Rows
 from hybrid_jax.decoding.sampling import Sampling
 from hybrid_jax.decoding.text import TextStream
 from hybrid_jax.errors import UserError
@@ -56,36 +56,48 @@ def complete(
     found: list[Completion] = []
     size = max(1, min(batch_size, len(prompts)))
     for start in range(0, len(prompts), size):
-        batch = prompts[start : start + size]
         rows = decoder.rows(range(start, start + size), sampling, seed)
-        more = [max_new_tokens] * len(batch) + [0] * (size - len(batch))  # rows of the last batch that are none
-        whole = rows.read([*batch, *[[]] * (size - len(batch))], max_new_tokens, progress, interrupted)
-        texts = [TextStream(tokenizer, ids, stop) for ids in batch]
-        finish = [""] * len(batch)
-
-        def give(number: int) -> None:
-            found.append(Completion(texts[number - start].ids, texts[number - start].text, finish[number - start]))
-            done(number, found[-1])
-
-        for new in rows.write(more, block) if whole else ():
-            for b, text in enumerate(texts):
-                if new[b] and not finish[b]:
-                    piece, finish[b] = follow(text, new[b], decoder.end, max_new_tokens)
-                    show(start + b, piece)
-                    if finish[b]:
-                        rows.end_row(b)
-            while len(found) < start + len(batch) and finish[len(found) - start]:
-                give(len(found))
-            if interrupted():
-                break
-        for number in range(len(found), start + len(batch)):
-            if not finish[number - start]:
-                finish[number - start] = "interrupted"
-                show(number, texts[number - start].end())
-            give(number)
+        batch = prompts[start : start + size]
+        looks = _looks(rows, batch, max_new_tokens, block, progress, interrupted)
+        for completion in _written(rows, batch, tokenizer, stop, max_new_tokens, looks, show, start):
+            found.append(completion)
+            done(len(found) - 1, completion)
         if interrupted():
             break
     return found
+
+
+def _looks(rows: Rows, batch, max_new_tokens, block, progress, interrupted) -> Iterator[list[list[int]]]:
+    """What Rows.write gives after these prompts, until it is interrupted."""
+    empty = rows.count - len(batch)  # rows of the last batch that have no prompt
+    if rows.read([*batch, *[[]] * empty], max_new_tokens, progress, interrupted):
+        for new in rows.write([max_new_tokens] * len(batch) + [0] * empty, block):
+            yield new
+            if interrupted():
+                return
+
+
+def _written(
+    rows: Rows, batch, tokenizer, stop, max_new_tokens, looks: Iterator[list[list[int]]], show, first: int
+) -> Iterator[Completion]:
+    """The completions of a batch in order, each as soon as it and those before it are there."""
+    texts = [TextStream(tokenizer, ids, stop) for ids in batch]
+    finish = [""] * len(batch)
+    given = 0
+    for new in looks:
+        for b, text in enumerate(texts):
+            if new[b] and not finish[b]:
+                piece, finish[b] = follow(text, new[b], rows.decoder.end, max_new_tokens)
+                show(first + b, piece)
+                if finish[b]:
+                    rows.end_row(b)
+        while given < len(batch) and finish[given]:
+            yield Completion(texts[given].ids, texts[given].text, finish[given])
+            given += 1
+    for b in range(given, len(batch)):
+        if not finish[b]:
+            show(first + b, texts[b].end())
+        yield Completion(texts[b].ids, texts[b].text, finish[b] or "interrupted")
 
 
 def follow(text: TextStream, new: Sequence[int], end: int, limit: int) -> tuple[str, str]:

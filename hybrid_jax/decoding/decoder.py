@@ -128,7 +128,7 @@ class Rows:
         self.states: Params | None = None
         self._logits: jax.Array | None = None
         self._seen: jax.Array | None = None
-        self._alive = np.zeros(self.count, bool)
+        self._alive: np.ndarray = np.zeros(self.count, bool)
         self._unread: list[list[int]] = [[] for _ in range(self.count)]  # written ids that are in no state
 
     def reserve(self, tokens: int) -> None:
@@ -151,6 +151,13 @@ class Rows:
                 return jnp.pad(x, more) if any(n for _, n in more) else x
 
             self.states = jax.tree.map(grow, self.states, larger)
+
+    def assume(self, tokens: int, more: int) -> None:
+        """As if so many tokens, whose states are zero, had been read into each row: to time what follows."""
+        self.reserve(tokens + more)
+        self.length[:] = tokens
+        self.states = {**self.states, "length": jnp.full(self.count, tokens, jnp.int32)}  # type: ignore[dict-item]
+        self._alive[:] = True
 
     def read(
         self,
@@ -207,19 +214,19 @@ class Rows:
         state is past what was, so that more can be read after it.
         """
         decoder, B = self.decoder, self.count
-        limits = np.where(self._alive, limits, 0)
-        self._alive = limits > 0
+        most = np.where(self._alive, limits, 0)
+        self._alive = most > 0
         if not self._alive.any():
             return
         began, written = decoder.clock(), [list[int]() for _ in range(B)]
         static = (B, self.sampling, *self._shape)
         first = functools.partial(_first, decoder.end, self.sampling)
         key_and_place = (self._keys, self.states["length"])  # type: ignore[index]
-        left = jnp.asarray(limits, jnp.int32)
+        left = jnp.asarray(most, jnp.int32)
         token, alive, left, self._seen = decoder.call(
             ("first", *static), first, self._logits, self._seen, *key_and_place, left, donate=(1,)
         )
-        queue, to_go = [token[None]], int(limits.max()) - 1
+        queue, to_go = [token[None]], int(most.max()) - 1
         step = functools.partial(_write, decoder.model, decoder.end, self.sampling, block)
         try:
             while queue:
@@ -234,7 +241,7 @@ class Rows:
                        zip(self._alive, np.asarray(queue.pop(0)).T, strict=True)]  # fmt: skip
                 for b, ids in enumerate(new):
                     written[b] += ids
-                    if ids and (ids[-1] == decoder.end or len(written[b]) == limits[b]):
+                    if ids and (ids[-1] == decoder.end or len(written[b]) == most[b]):
                         self._alive[b] = False
                 yield new
                 if not self._alive.any():

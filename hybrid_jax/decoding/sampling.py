@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits: penalty, temperature, top-k, top-p, in that order, as transformers has them.
+"""How the next token is chosen from logits: penalty, temperature, top-k, top-p, in the order that transformers has.
 
 Shapes: B rows, V vocabulary.
 """

@@ -62,17 +62,25 @@ def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
     return jnp.where(logits < jnp.take_along_axis(ascending, dropped, axis=-1), -jnp.inf, logits)
 
 
-def choose(sampling: Sampling, logits: jax.Array, seen: jax.Array | None, keys: jax.Array) -> jax.Array:
-    """Token ids [B] i32 out of logits [B, V] fp32; keys [B]: of jax.random, one a row; seen: see `penalize`, or None
-    where sampling.needs_seen is false."""
+def scores(sampling: Sampling, logits: jax.Array, seen: jax.Array | None) -> jax.Array:
+    """The logits [B, V] fp32 to draw from, out of the model's; seen: see `penalize`, or None where
+    sampling.needs_seen is false. Those of temperature 0 are to take the largest of."""
     if sampling.needs_seen:
         assert seen is not None
         logits = penalize(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return logits
     logits = logits / sampling.temperature
     if sampling.top_k:
         logits = keep_top_k(logits, sampling.top_k)
     if sampling.top_p < 1:
         logits = keep_top_p(logits, sampling.top_p)
+    return logits
+
+
+def choose(sampling: Sampling, logits: jax.Array, seen: jax.Array | None, keys: jax.Array) -> jax.Array:
+    """Token ids [B] i32; logits and seen as of `scores`, keys [B]: of jax.random, one a row."""
+    logits = scores(sampling, logits, seen)
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)

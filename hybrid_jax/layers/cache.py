@@ -12,8 +12,11 @@ from hybrid_jax.layers.context import Context
 def append(cache: jax.Array, new: jax.Array, ctx: Context) -> jax.Array:
     """`cache` [B, G, S, K] with `new` [B, T, G, K], but for its padding, at ctx.positions [B, T] < S."""
     B, G, S, _ = cache.shape
+    T = new.shape[1]
     # What goes past the end is not written; each token has a place of its own there.
-    place = ctx.unpadded(ctx.positions, S + jnp.arange(new.shape[1]))
+    place = ctx.unpadded(ctx.positions, S + jnp.arange(T))
+    if B * G * T == 1:  # XLA makes something else of a single update, for which it copies the cache
+        place, new = jnp.concatenate([place, jnp.full((1, 1), S + 1)], axis=1), jnp.concatenate([new, new], axis=1)
     where = (jnp.arange(B)[:, None, None], jnp.arange(G)[:, None], place[:, None])
     return cache.at[where].set(new.swapaxes(1, 2).astype(cache.dtype), mode="drop", unique_indices=True)
 

@@ -36,7 +36,8 @@ def attention_cached(q: jax.Array, positions: jax.Array, read: Read, size: int, 
         top, total, acc = carry
         start = jnp.minimum(j * block, size - block)  # the last block may overlap the one before it
         k_BGJK, v_BGJV = read(start, block)
-        s_BGRTJ = einsum("bgrtk,bgjk->bgrtj", q_BGRTK, k_BGJK, dtype=q.dtype) * scale
+        # The keys first: where they are second, XLA transposes them on a CPU.
+        s_BGRTJ = jnp.moveaxis(einsum("bgjk,bgrtk->bgjrt", k_BGJK, q_BGRTK, dtype=q.dtype), 2, -1) * scale
         key = start + jnp.arange(block)
         seen_BTJ = (key <= positions[..., None]) & (key >= j * block)
         s_BGRTJ = jnp.where(seen_BTJ[:, None, None], s_BGRTJ, -jnp.inf)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from hybrid_jax.config import GDNConfig, GQAConfig, KDAConfig, Mamba2Config, MLAConfig, ModelConfig, RopeConfig
-from hybrid_jax.model import Model
+from hybrid_jax.model import Model, Params
 
 BASE = ModelConfig(
     pattern="*-G-",
@@ -28,9 +28,26 @@ def model_of(pattern: str, **changes) -> Model:
 
 def init(model: Model, seed: int = 0):
     """Parameters with weights large enough for every path to matter."""
-    params = jax.jit(model.init)(jax.random.key(seed))
+    params = model.init(jax.random.key(seed))
     grow = lambda path, p: p * 5 if path[-1].key == "weight" and p.ndim >= 2 else p  # noqa: E731
     return jax.tree_util.tree_map_with_path(grow, params)
+
+
+def drawn(model: Model, seed: int = 0) -> Params:
+    """Parameters of about those sizes, drawn by numpy: nothing is compiled for them."""
+    draw = np.random.default_rng(seed)
+
+    def one(path, p: jax.ShapeDtypeStruct) -> np.ndarray:
+        name, noise = path[-1].key, draw.standard_normal(p.shape).astype(np.float32)
+        if name == "A_log":
+            return np.log(1 + 15 * draw.random(p.shape, np.float32))
+        if name == "dt_bias":
+            return np.log(np.expm1(0.001 * 100 ** draw.random(p.shape, np.float32)))
+        if name == "weight" and path[-2].key.endswith("norm"):
+            return 1 + 0.2 * noise
+        return (0.3 if "conv1d" in path[-2].key else 0.1) * noise
+
+    return jax.tree_util.tree_map_with_path(one, model.abstract_params())
 
 
 def tokens_of(seed: int, *shape: int) -> jax.Array:

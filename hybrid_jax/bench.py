@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_jax import __version__, platform
-from hybrid_jax.command_line import Parser, logged
+from hybrid_jax.command import Parser, logged
 from hybrid_jax.errors import UserError
 from hybrid_jax.report import aligned
 from hybrid_jax.signals import StopRequest
@@ -291,7 +291,7 @@ def _write(option: str, name: str, content: bytes, say: Callable) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code: 1 if a program failed, 2 for a mistake of the user, 130 for Ctrl-C."""
-    parser = Parser("python -m hybrid_jax.bench", description=__doc__.split("\n", 1)[0])  # type: ignore[union-attr]
+    parser = Parser("bench", __doc__)
     names: dict[str, Any] = dict(type=_names, default=[], metavar="A,B")
     shapes = f"default: {', '.join(DEFAULT_SHAPES)}; on a CPU the small versions of these"
     parser.add_argument("--ops", **names, help="operations: gdn, kda, ssd, attention (default: all)")

@@ -7,12 +7,11 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_jax import platform, signals
-from hybrid_jax.command_line import Parser, close_quietly, logged
+from hybrid_jax import command, platform, progress, signals
 from hybrid_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
 SLOT = "{prompt}"  # in --template
 
 
-def say(line: str) -> None:
-    print(line if line.startswith("error") else f"generate: {line}", file=sys.stderr, flush=True)
-
-
 def write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
@@ -36,8 +31,8 @@ def write(text: str) -> None:
 # What is asked for.
 
 
-def parser() -> Parser:
-    made = Parser("python -m hybrid_jax.generate", description=__doc__.split("\n", 1)[0])  # type: ignore[union-attr]
+def parser() -> command.Parser:
+    made = command.Parser("generate", __doc__)
     add, several = made.add_argument, dict[str, Any](action="append", default=[])
     add("--checkpoint", metavar="RUN", help="a run's folder, or one checkpoint in it")
     add("--step", type=int, default=0, metavar="N", help="which of its checkpoints (default: the newest)")
@@ -148,31 +143,24 @@ def _prompt_of(where: str, line: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code: 2 for a mistake of the user, 130 for Ctrl-C."""
-    try:
-        options = parser().parse_args(arguments)
-        check(options)
-        texts = [] if options.interactive or options.benchmark else prompts(options)
-        chosen = platform.prepare(options.platform)
-        platform.check_backend(chosen)
-        if warning := platform.unused_gpu(chosen, platform.installed_plugins(), platform.visible_hardware()):
-            print(f"warning: {warning}", file=sys.stderr)
-        return _within_memory(lambda: _run(options, texts))
-    except UserError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader has seen enough, as `head`
-        close_quietly()
-        return 0
+    return command.main(run, arguments, "what has been written stays")
 
 
-def _within_memory(run: Callable[[], int]) -> int:
+def run(arguments: Sequence[str]) -> int:
+    """Everything between the command line and the exit code. Raises UserError."""
+    options = parser().parse_args(arguments)
+    check(options)
+    texts = [] if options.interactive or options.benchmark else prompts(options)
+    chosen = platform.prepare(options.platform)
+    platform.check_backend(chosen)
+    line = progress.Line("generate")
+    if warning := platform.unused_gpu(chosen, platform.installed_plugins(), platform.visible_hardware()):
+        line.say(f"warning: {warning}")
     import jax
 
     try:
-        return run()
+        with command.logged(line.say):
+            return _run(options, texts, line)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -182,7 +170,7 @@ def _within_memory(run: Callable[[], int]) -> int:
         ) from None
 
 
-def _run(options: argparse.Namespace, texts: list[tuple[str, str]]) -> int:
+def _run(options: argparse.Namespace, texts: list[tuple[str, str]], line: progress.Line) -> int:
     from hybrid_jax import trained
     from hybrid_jax.decoding import benchmark
     from hybrid_jax.decoding.decoder import Decoder
@@ -193,26 +181,25 @@ def _run(options: argparse.Namespace, texts: list[tuple[str, str]]) -> int:
         sampling = Sampling(**{name: getattr(options, name) for name in names})
     except UserError as error:
         raise UserError(f"--{error}") from None
-    with logged(say):
-        if options.config:
-            return benchmark.run(benchmark.random(options.config, options.dtype), options, say)
-        run = trained.open(options.checkpoint, options.step, say)
-        model = run.model(options.dtype, backend="auto", attention="auto")  # this machine's, not the run's
-        if options.benchmark:
-            return benchmark.run(Decoder(model, run.params()), options, say)
-        tokenizer = run.tokenizer()
-        encoded = [_encode(tokenizer, options.template, where, text) for where, text in texts]
-        longest = max(map(len, encoded), default=0) + options.max_new_tokens
-        if longest > run.config.train.sequence_length and encoded:
-            say(
-                f"note: prompt and continuation may be {longest:,} tokens long, and the model was trained on "
-                f"{run.config.train.sequence_length:,}"
-            )
-        decoder = Decoder(model, run.params(), tokenizer.end_of_document)
-        say(f"{run.folder}: step {run.step:,}, {model.cfg.layout}, {model.compute_dtype}")
-        if options.interactive:
-            return _interactive(options, decoder, tokenizer, sampling)
-        return _complete(options, decoder, tokenizer, sampling, texts, encoded)
+    if options.config:
+        return benchmark.run(benchmark.random(options.config, options.dtype), options, line.say)
+    found = trained.open(options.checkpoint, options.step, line.say)
+    model = found.model(options.dtype, backend="auto", attention="auto")  # this machine's, not the run's
+    if options.benchmark:
+        return benchmark.run(Decoder(model, found.params()), options, line.say)
+    tokenizer = found.tokenizer()
+    encoded = [_encode(tokenizer, options.template, where, text) for where, text in texts]
+    longest = max(map(len, encoded), default=0) + options.max_new_tokens
+    if longest > found.config.train.sequence_length and encoded:
+        line.say(
+            f"note: prompt and continuation may be {longest:,} tokens long, and the model was trained on "
+            f"{found.config.train.sequence_length:,}"
+        )
+    decoder = Decoder(model, found.params(), tokenizer.end_of_document)
+    line.say(f"{found.folder}: step {found.step:,}, {model.cfg.layout}, {model.compute_dtype}")
+    if options.interactive:
+        return _interactive(options, decoder, tokenizer, sampling, line)
+    return _complete(options, decoder, tokenizer, sampling, texts, encoded, line)
 
 
 def _encode(tokenizer: "Tokenizer", template: str, where: str, text: str) -> list[int]:
@@ -232,6 +219,7 @@ def _complete(
     sampling: "Sampling",
     texts: list[tuple[str, str]],
     encoded: list[list[int]],
+    line: progress.Line,
 ) -> int:
     from hybrid_jax.decoding.complete import BLOCK, complete
 
@@ -253,37 +241,45 @@ def _complete(
         else:
             write(f"---- {number + 1} of {len(texts)} ----\n{prompt if options.echo else ''}{found.text}\n")
 
-    def progress(read: int, total: int) -> None:
-        if read < total:
-            say(f"read {read:,} of {total:,} tokens")
+    def reading(read: int, total: int) -> None:
+        if read == total:
+            line.close()
+        elif line.due():
+            line.show(read / total, f"{read:,} of {total:,} tokens read")
 
     with signals.Interrupts().listen() as interrupts:
         interrupts.busy = True
         complete(
             decoder, tokenizer, encoded, max_new_tokens=options.max_new_tokens, sampling=sampling, seed=options.seed,
             stop=options.stop, batch_size=options.batch_size, block=1 if streams else BLOCK,
-            show=show, done=done, progress=progress, interrupted=lambda: interrupts.asked,
+            show=show, done=done, progress=reading, interrupted=lambda: interrupts.asked,
         )  # fmt: skip
     rows = min(options.batch_size, len(texts))
     longest = max(map(len, encoded)) + options.max_new_tokens
-    _say_timing(decoder, rows, longest)
+    _say_timing(decoder, rows, longest, line)
     return 130 if interrupts.asked else 0
 
 
-def _interactive(options: argparse.Namespace, decoder: "Decoder", tokenizer: "Tokenizer", sampling: "Sampling") -> int:
+def _interactive(
+    options: argparse.Namespace,
+    decoder: "Decoder",
+    tokenizer: "Tokenizer",
+    sampling: "Sampling",
+    line: progress.Line,
+) -> int:
     from hybrid_jax.decoding.interactive import Conversation
 
     rows: Rows = decoder.rows([0], sampling, options.seed)
     with signals.Interrupts().listen() as interrupts:
         Conversation(
-            rows, tokenizer, lambda line: _encode(tokenizer, options.template, "this line", line),
+            rows, tokenizer, lambda text: _encode(tokenizer, options.template, "this line", text),
             max_new_tokens=options.max_new_tokens, stop=tuple(options.stop), interrupts=interrupts,
-        ).run(write, say)  # fmt: skip
-    _say_timing(decoder, 1, int(rows.length[0]))
+        ).run(write, line.say)  # fmt: skip
+    _say_timing(decoder, 1, int(rows.length[0]), line)
     return 0
 
 
-def _say_timing(decoder: "Decoder", rows: int, tokens: int) -> None:
+def _say_timing(decoder: "Decoder", rows: int, tokens: int, line: progress.Line) -> None:
     from hybrid_jax.decoding.decoder import capacity_for
 
     timing = decoder.timing
@@ -291,10 +287,10 @@ def _say_timing(decoder: "Decoder", rows: int, tokens: int) -> None:
         ("read", timing.read_tokens, timing.read_seconds),
         ("wrote", timing.written_tokens, timing.write_seconds),
     ):
-        say(f"{what:<5} {count:,} tokens in {seconds:.2f} s ({count / max(seconds, 1e-9):,.0f} a second)")
+        line.say(f"{what:<5} {count:,} tokens in {seconds:.2f} s ({count / max(seconds, 1e-9):,.0f} a second)")
     constant, cache = decoder.state_bytes(rows, capacity_for(tokens))
     room = f", {cache:,} of attention's cache for {capacity_for(tokens):,} tokens" if cache else ", whatever the length"
-    say(
+    line.say(
         f"state {constant:,} bytes{room}, {rows} row{'s'[: rows > 1]}; "
         f"{len(decoder.programs)} programs compiled in {timing.compile_seconds:.1f} s"
     )

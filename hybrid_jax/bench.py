@@ -6,25 +6,24 @@ mathematics needs, at the memory bandwidth and the matmul speed measured when it
 """
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import difflib
 import importlib.util
 import io
 import json
-import logging
 import math
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_jax import __version__, platform
+from hybrid_jax.command import Parser, logged
 from hybrid_jax.errors import UserError
 from hybrid_jax.report import aligned
 from hybrid_jax.signals import StopRequest
@@ -257,11 +256,6 @@ def _short(dtype: str) -> str:
 # The command.
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(" ".join(message.removeprefix("argument ").split()))
-
-
 def _names(text: str) -> list[str]:
     names = dict.fromkeys(name.strip() for name in text.split(",") if name.strip())
     if not names:
@@ -297,7 +291,7 @@ def _write(option: str, name: str, content: bytes, say: Callable) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code: 1 if a program failed, 2 for a mistake of the user, 130 for Ctrl-C."""
-    parser = _Parser("python -m hybrid_jax.bench", description=__doc__.split("\n", 1)[0])  # type: ignore[union-attr]
+    parser = Parser("bench", __doc__)
     names: dict[str, Any] = dict(type=_names, default=[], metavar="A,B")
     shapes = f"default: {', '.join(DEFAULT_SHAPES)}; on a CPU the small versions of these"
     parser.add_argument("--ops", **names, help="operations: gdn, kda, ssd, attention (default: all)")
@@ -317,21 +311,6 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
-
-
-@contextlib.contextmanager
-def _logged(say: Callable) -> Iterator[None]:
-    """Lets `say` tell what the package logs."""
-    handler, logger = logging.Handler(logging.INFO), logging.getLogger("hybrid_jax")
-    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def _run(options: argparse.Namespace, command: str) -> int:
@@ -366,7 +345,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
     on_cpu = device.platform == "cpu"
     named = bool(options.shapes) and options.shapes != ["all"]
     chosen_shapes = select(options.ops, options.shapes, on_cpu)
-    with _logged(say):  # the first use of a kernel on a device takes its self-test's time
+    with logged(say):  # the first use of a kernel on a device takes its self-test's time
         programs = plan(chosen_shapes, options.backends, bool(options.ops) or named, say)
     if on_cpu and not named:
         say("on a CPU the shapes are small ones (see --list); one named in --shapes is timed as it is")

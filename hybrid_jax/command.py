@@ -1,9 +1,12 @@
-"""What `python -m hybrid_jax.<verb>` commands share: how they take their options and how they end."""
+"""What `python -m hybrid_jax.<verb>` commands share: how they take their options, say what happens, and end."""
 
 import argparse
+import contextlib
+import logging
+import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hybrid_jax.errors import UserError
 
@@ -18,9 +21,26 @@ class Parser(argparse.ArgumentParser):
         raise UserError(" ".join(message.removeprefix("argument ").split()))
 
 
+@contextlib.contextmanager
+def logged(say: Callable[[str], None]) -> Iterator[None]:
+    """Lets `say` tell what the package logs."""
+    handler, logger = logging.Handler(logging.INFO), logging.getLogger("hybrid_jax")
+    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # else a root handler, as absl's, says it again
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
+
+
 def main(run: Callable[[Sequence[str]], int], arguments: Sequence[str], stopped: str) -> int:
     """`run` with a UserError as one line on stderr and exit code 2. Ctrl-C and SIGTERM end it with 130 and the words
-    `stopped`, after what it does to clear up."""
+    `stopped`, after what it does to clear up. Output that its reader wants no more of, as `head`, ends it with 0."""
     try:
         old = signal.signal(signal.SIGTERM, signal.default_int_handler)
     except ValueError:  # not in the main thread
@@ -33,6 +53,9 @@ def main(run: Callable[[Sequence[str]], int], arguments: Sequence[str], stopped:
     except KeyboardInterrupt:
         print(f"\nstopped: {stopped}", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else what is in the buffer fails at exit
+        return 0
     finally:
         if old is not None:
             signal.signal(signal.SIGTERM, old)

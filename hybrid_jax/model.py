@@ -227,6 +227,33 @@ class Model:
 
     # Decoding
 
+    def for_decoding(self, params: Params) -> tuple["Model", Params]:
+        """The same model with every sublayer's parameters apart and its matrices in compute_dtype, and these.
+
+        What it computes is the same to the last bit; a step that reads every weight for few tokens reads no more than
+        that, where stacked ones would be cut out, and fp32 ones converted, each time.
+        """
+        apart = dataclasses.replace(self, cfg=dataclasses.replace(self.cfg, scan_layers=False))
+
+        def convert(path, p: jax.Array, rank: int) -> jax.Array:
+            is_matrix = path[-1].key == "weight" and rank == 2 and not path[-2].key.endswith("conv1d")
+            return p.astype(self.compute_dtype) if is_matrix else p
+
+        def rearrange(params: Params) -> Params:
+            def at(index: int, path, p: jax.Array) -> jax.Array:
+                return convert(path, p, p.ndim) if index < 0 else convert(path, p, p.ndim - 1)[index]
+
+            new: Params = {k: v for k, v in params.items() if k not in ("layers", "tail")}
+            new = jax.tree_util.tree_map_with_path(functools.partial(at, -1), new)
+            return new | {
+                "tail": {
+                    str(i): jax.tree_util.tree_map_with_path(functools.partial(at, n), params[group][child])
+                    for i, (_, (group, child), n) in enumerate(self.sublayers)
+                }
+            }
+
+        return apart, jax.jit(rearrange)(params)
+
     def init_state(self, batch: int, max_length: int) -> Params:
         """Empty states for `batch` sequences of up to max_length tokens: constant in it for recurrent mixers."""
         cfg = self.cfg
@@ -241,7 +268,7 @@ class Model:
             mixer: Any = nnx.eval_shape(make)
             return mixer.init_state(batch, max_length, jnp.dtype(self.compute_dtype))
 
-        states: Params = {"length": jnp.zeros((), jnp.int32)}
+        states: Params = {"length": jnp.zeros(batch, jnp.int32)}
         if repeats:
             stack = lambda a: jnp.broadcast_to(a, (repeats, *a.shape))  # noqa: E731
             states["layers"] = {str(i): jax.tree.map(stack, one(s)) for i, s in enumerate(unit)}
@@ -249,16 +276,21 @@ class Model:
             states["tail"] = {str(i): one(s) for i, s in enumerate(tail)}
         return states
 
-    def step(self, params: Params, tokens: jax.Array, states: Params) -> tuple[jax.Array, Params]:
+    def step(self, params: Params, tokens: jax.Array, states: Params, count=None) -> tuple[jax.Array, Params]:
         """Takes the next tokens [B, T] of one document a row; T > 1 fills the states from a prompt.
 
-        Returns the logits of the last token [B, V] fp32 and the new states.
+        count [B] i32 in [0, T]: the tokens of each row (None: all), the others are padding behind them. They change no
+        state, and a row without a token keeps what it has. Returns the logits [B, V] fp32 of each row's last token
+        (of nothing, where there is none) and the new states.
         """
-        T = tokens.shape[1]
-        positions = states["length"] + jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape)
-        ctx = Context(positions, length=states["length"], backend=self.backend, attention=self.attention)
+        B, T = tokens.shape
+        length = states["length"]
+        t = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape)
+        positions = length[:, None] + (t if count is None else jnp.where(t < count[:, None], t, 0))
+        ctx = Context(positions, count=count, backend=self.backend, attention=self.attention)
         inner = {k: v for k, v in states.items() if k != "length"}
         x, new = self._stack(params, self._embed(params, tokens), ctx, inner)
-        x = rms_norm(x[:, -1], params["norm"]["weight"], self.cfg.norm_eps)
-        logits = upcast(matmul(x, self._head(params).T))
-        return logits, {**new, "length": states["length"] + T}
+        last = x[:, -1] if count is None else x[jnp.arange(B), jnp.maximum(count - 1, 0)]
+        last = rms_norm(last, params["norm"]["weight"], self.cfg.norm_eps)
+        logits = upcast(matmul(last, self._head(params).T))
+        return logits, {**new, "length": length + (T if count is None else count)}

@@ -135,6 +135,25 @@ class StopRequest(_Handlers):
         self._heard = True
 
 
+class Interrupts(_Handlers):
+    """For what answers somebody: a Ctrl-C while `busy` sets `asked`, and another one then ends the process; when not
+    busy it is a KeyboardInterrupt. SIGTERM and SIGUSR1 end the process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.busy = self.asked = False
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and not self.busy:
+            raise KeyboardInterrupt
+
+    def _received(self, number: int) -> None:
+        if number != signal.SIGINT or (self.busy and self.asked):
+            os._exit(128 + number)
+        self.asked = self.busy
+
+
 def _say(line: str) -> None:
     """Writes past Python's buffers and locks; on a terminal, below the ^C that stands there."""
     os.write(2, f"{chr(10) if os.isatty(2) else ''}{line}\n".encode())

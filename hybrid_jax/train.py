@@ -40,9 +40,9 @@ from hybrid_jax.config import Config
 from hybrid_jax.data import ngram, run_tokenizer
 from hybrid_jax.data.interface import Dataset
 from hybrid_jax.errors import UserError
-from hybrid_jax.generate import generate, on_one_device, prompt_ids
 from hybrid_jax.plot import plot
 from hybrid_jax.profiling import Profile
+from hybrid_jax.sample import on_one_device, prompt_ids, sample
 from hybrid_jax.signals import StopRequest, exit_code
 from hybrid_jax.step import Programs, batch_shape
 
@@ -497,15 +497,11 @@ class Training:
         self.console.phase(f"done: {self.workdir}")
 
     def _sample(self, train_data: Dataset) -> None:
-        cfg, tokenizer = self.cfg, train_data.tokenizer
         params = on_one_device(self.state["params"])
         if not distributed.is_main():
             return
-        ids = generate(
-            self.programs.model, params, self.prompt, cfg.eval.sample_tokens,
-            temperature=cfg.eval.sample_temperature, seed=cfg.train.seed,
-        )  # fmt: skip
-        text = cfg.eval.sample_prompt + tokenizer.decode(ids)
+        seed = self.cfg.train.seed
+        text = sample(self.cfg.eval, self.programs.model, params, self.prompt, train_data.tokenizer, seed)
         _write(self.workdir / "sample.txt", text + "\n")
         if text.strip():
             self.console.text(f"---- sample ----\n{text}\n----------------")

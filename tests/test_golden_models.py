@@ -16,7 +16,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from hybrid_jax.config import Config
-from hybrid_jax.generate import generate
+from hybrid_jax.decoding.complete import continuation
+from hybrid_jax.decoding.sampling import Sampling
 from hybrid_jax.interop import formats
 from hybrid_jax.interop.table import MinusOne
 from hybrid_jax.model import Model
@@ -98,4 +99,4 @@ def test_greedy_tokens(name):
     golden = load_file(GOLDEN / name / "golden.safetensors")
     params = tree_of(name, load_file(GOLDEN / name / "model.safetensors"))
     row = golden["generated"][0].tolist()
-    assert generate(model, params, row[:40], 24, temperature=0.0) == row[40:]
+    assert continuation(model, params, row[:40], 24, Sampling(temperature=0.0)) == row[40:]

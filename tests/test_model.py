@@ -11,55 +11,13 @@ import pytest
 from flax import nnx
 
 from hybrid_jax import config_file
-from hybrid_jax.config import (
-    GDNConfig,
-    GQAConfig,
-    KDAConfig,
-    Mamba2Config,
-    MLAConfig,
-    ModelConfig,
-    RopeConfig,
-)
-from hybrid_jax.generate import generate
 from hybrid_jax.kernels.kda.gates import log_decay
 from hybrid_jax.layers import kda as kda_layer
 from hybrid_jax.layers.context import Context
 from hybrid_jax.layers.gdn import GDN
 from hybrid_jax.layers.kda import KDA
 from hybrid_jax.model import Model
-
-BASE = ModelConfig(
-    pattern="*-G-",
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    mla=MLAConfig(num_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8),
-    gqa=GQAConfig(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True, bias=True, rope=RopeConfig(style="half")),
-    gdn=GDNConfig(num_heads=2, num_v_heads=4, head_dim=8),
-    kda=KDAConfig(num_heads=2, num_v_heads=2, head_dim=8, expand_v=2.0),
-    mamba2=Mamba2Config(state_size=8, head_dim=8, n_groups=2, expand=2, chunk_size=32),
-)
-EVERY_KIND = "*-G-K-S-A-"
-
-
-def model_of(pattern: str, **changes) -> Model:
-    return Model(dataclasses.replace(BASE, pattern=pattern, **changes), compute_dtype="float32")
-
-
-def init(model: Model, seed: int = 0):
-    """Parameters with weights large enough for every path to matter."""
-    params = model.init(jax.random.key(seed))
-    grow = lambda path, p: p * 5 if path[-1].key == "weight" and p.ndim >= 2 else p  # noqa: E731
-    return jax.tree_util.tree_map_with_path(grow, params)
-
-
-def tokens_of(seed: int, *shape: int) -> jax.Array:
-    return jax.random.randint(jax.random.key(seed), shape, 0, BASE.vocab_size)
-
-
-def rms_error(got, want) -> float:
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
+from tests.models import BASE, EVERY_KIND, init, model_of, rms_error, tokens_of
 
 
 @pytest.mark.parametrize("symbol", "*AGKS")
@@ -180,38 +138,6 @@ def test_names_runs_no_operation_twice(symbol):
         return text.count("scan[")
 
     assert scans("names") == scans("none") < scans("full")
-
-
-def test_decoding_equals_forward():
-    """A prompt at once, then token by token through the states: the logits of one forward pass."""
-    model = model_of(EVERY_KIND)
-    params = init(model)
-    tokens = tokens_of(0, 2, 80)
-    want = np.asarray(model.logits(params, tokens))
-    states = model.init_state(2, 80)
-    step = jax.jit(model.step)
-    logits, states = step(params, tokens[:, :70], states)
-    assert rms_error(logits, want[:, 69]) < 1e-5
-    for t in range(70, 80):
-        logits, states = step(params, tokens[:, t : t + 1], states)
-        assert rms_error(logits, want[:, t]) < 1e-5, t
-    assert int(states["length"]) == 80
-    assert jax.tree.structure(states) == jax.tree.structure(model.init_state(2, 80))
-
-
-def test_decoding_state_is_constant_in_length():
-    model = model_of("G-K-S-")
-    sizes = [jax.tree.map(jnp.shape, model.init_state(1, n)) for n in (10, 10_000)]
-    assert sizes[0] == sizes[1]
-
-
-def test_generate_is_seeded():
-    model = model_of("G-")
-    params = init(model)
-    a, b, c = (generate(model, params, [1, 2, 3], 20, temperature=1.0, seed=s) for s in (0, 0, 1))
-    assert a == b and a != c and len(a) == 20 and all(0 <= t < BASE.vocab_size for t in a)
-    with pytest.raises(ValueError, match="prompt"):
-        generate(model, params, [], 5)
 
 
 def test_micro_batches_add_up():

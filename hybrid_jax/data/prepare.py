@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_jax import signals
+from hybrid_jax.command import Parser
 from hybrid_jax.data import train_tokenizer
 from hybrid_jax.data.inputs import ACCEPTED, Source, cut, find, sources
 from hybrid_jax.data.join import Joined, NoStore, join
@@ -300,13 +301,8 @@ def _report(prefixes: Sequence[str], vocab: Vocabulary, joined: Sequence[Joined]
             print(f"{_documents(count)} {what}")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(" ".join(message.removeprefix("argument ").split()))
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("python -m hybrid_jax.data.prepare", description=__doc__.split("\n", 1)[0])  # type: ignore[union-attr]
+    parser = Parser("data.prepare", __doc__)
     add, append = parser.add_argument, argparse.BooleanOptionalAction
     add("--input", nargs="+", metavar="PATH", help=f"files, folders or globs ({ACCEPTED})")
     add("--dataset", metavar="NAME[:CONFIG]", help="of the Hugging Face hub, streamed, or a local folder of that kind")

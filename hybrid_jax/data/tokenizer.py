@@ -144,8 +144,7 @@ class IdTokenizer:
             ids = [-1]
         if any(not 0 <= i < self.vocab_size for i in ids):
             raise UserError(
-                f"config.eval.sample_prompt: {text!r}: this source has no text; "
-                f"give ids below {self.vocab_size}, or leave it empty"
+                f"{text!r}: this tokenizer's source has no text; give ids below {self.vocab_size}, separated by spaces"
             )
         return ids
 

@@ -14,15 +14,23 @@ MIXER_IN = "mixer_in"
 class Context:
     """positions [B, T] i32 count from 0 in each document; segment_ids [B, T] i32 or None name the documents.
 
-    `length` (i32 scalar, or None outside decoding) is the number of tokens already in the layers' states.
+    count [B] i32, of decoding only: how many of the T tokens of a row there are; those that follow are padding, and
+    leave no trace in the layers' states. None: all T.
     `backend` runs the recurrences, `attention` softmax attention.
     """
 
     positions: jax.Array
     segment_ids: jax.Array | None = None
-    length: jax.Array | None = None
+    count: jax.Array | None = None
     backend: str = dataclasses.field(default="auto", metadata={"static": True})
     attention: str = dataclasses.field(default="auto", metadata={"static": True})
+
+    def unpadded(self, x: jax.Array, padding: float | jax.Array = 0.0) -> jax.Array:
+        """x [B, T, ...] with `padding` in place of what belongs to padding."""
+        if self.count is None:
+            return x
+        there = jnp.arange(x.shape[1]) < self.count[:, None]
+        return jnp.where(there.reshape(*there.shape, *[1] * (x.ndim - 2)), x, padding)
 
 
 def count_positions(documents: jax.Array) -> jax.Array:

@@ -39,6 +39,7 @@ def short_conv(
     *,
     initial_state: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    count: jax.Array | None = None,
     activation: str = "silu",
 ) -> tuple[jax.Array, jax.Array]:
     """y[t] = silu(bias + sum_j weight[:, j] x[t - (W-1) + j]), and the last W-1 inputs.
@@ -46,7 +47,8 @@ def short_conv(
     x [B, T, D], weight [D, W] (the last tap meets the current token), bias [D]; initial_state [B, W-1, D] holds
     the inputs before the row, oldest first (zeros when None), and enters the row's first document only. Where
     segment_ids [B, T] changes, taps before the border read zero. Returns y [B, T, D] and the final state
-    [B, W-1, D] of the row's last document (zero before it), both in x.dtype.
+    [B, W-1, D] of the row's last document (zero before it), both in x.dtype. With count [B] i32 the final state is
+    that after the first `count` tokens of each row; not together with segment_ids.
     """
     W = weight.shape[1]
     if initial_state is None:
@@ -56,7 +58,11 @@ def short_conv(
         documents = jnp.pad(number_documents(segment_ids), ((0, 0), (W - 1, 0)))
     y = _conv(x, weight, bias, initial_state, documents, activation)
     T = x.shape[1]
-    final = jnp.concatenate([initial_state.astype(x.dtype), x], axis=1)[:, T:]
+    inputs = jnp.concatenate([initial_state.astype(x.dtype), x], axis=1)
+    if count is None:
+        final = inputs[:, T:]
+    else:
+        final = jnp.take_along_axis(inputs, (count[:, None] + jnp.arange(W - 1))[..., None], axis=1)
     if documents is not None:
         final = jnp.where((documents[:, T:] == documents[:, -1:])[..., None], final, 0)
     return y, final

@@ -50,14 +50,14 @@ class DeltaMixer(nnx.Module):
         """q, k [B, T, H, K], v [B, T, HV, V], beta [B, T, HV] fp32, the outputs of `others`, and the new state."""
         cfg = self.cfg
         B, T, _ = x.shape
-        qkv_weight = jnp.concatenate([p.weight[...] for p in (self.q_proj, self.k_proj, self.v_proj)], axis=1)
-        qkv, b, *rest = together(x, [qkv_weight, self.b_proj.weight[...], *(p.weight[...] for p in others)])
+        groups = [[self.q_proj, self.k_proj, self.v_proj], [self.b_proj], *([p] for p in others)]
+        qkv, b, *rest = together(x, [[p.weight[...] for p in group] for group in groups])
         new_state = {}
         if cfg.use_short_conv:
             taps = [conv.weight[...] for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
             before = None if state is None else state["conv"]
             qkv, new_state["conv"] = short_conv(
-                qkv, jnp.concatenate(taps), initial_state=before, segment_ids=ctx.segment_ids
+                qkv, jnp.concatenate(taps), initial_state=before, segment_ids=ctx.segment_ids, count=ctx.count
             )
         else:
             qkv = jax.nn.silu(qkv)
@@ -70,4 +70,4 @@ class DeltaMixer(nnx.Module):
         beta = jax.nn.sigmoid(upcast(b))
         if cfg.allow_neg_eigval:
             beta = 2.0 * beta
-        return (q, k, v, beta), rest, new_state
+        return (q, k, v, ctx.unpadded(beta)), rest, new_state

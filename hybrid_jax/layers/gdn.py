@@ -34,7 +34,7 @@ class GDN(DeltaMixer):
         others = [self.a_proj, self.g_proj] if self.cfg.use_gate else [self.a_proj]
         (q, k, v, beta), (a, *gate), new_state = self.project(x, others, ctx, state)
         a = upcast(a)
-        g = -jnp.exp(self.A_log[...]) * jax.nn.softplus(a + self.dt_bias[...])
+        g = ctx.unpadded(-jnp.exp(self.A_log[...]) * jax.nn.softplus(a + self.dt_bias[...]))
         before = None if state is None else state["ssm"]
         o, new_state["ssm"] = gdn(
             q, k, v, g, beta, initial_state=before, segment_ids=ctx.segment_ids, backend=ctx.backend

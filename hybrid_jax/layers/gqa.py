@@ -9,7 +9,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from hybrid_jax.kernels.attention import attention
+from hybrid_jax.kernels.attention.cached import attention_cached
 from hybrid_jax.kernels.precision import accumulator
+from hybrid_jax.layers import cache
 from hybrid_jax.layers.context import MIXER_IN, Context
 from hybrid_jax.layers.linear import Linear, matmul
 from hybrid_jax.layers.norm import RMSNorm
@@ -36,8 +38,8 @@ class GQA(nnx.Module):
         self.o_proj = Linear(cfg.num_heads * cfg.head_dim, hidden_size, std=out_std, rngs=rngs)
 
     def init_state(self, batch: int, max_length: int, dtype) -> dict[str, jax.Array]:
-        """Keys and values [B, S, num_kv_heads, K]."""
-        shape = (batch, max_length, self.cfg.num_kv_heads, self.cfg.head_dim)
+        """Keys and values [B, num_kv_heads, S, K]."""
+        shape = (batch, self.cfg.num_kv_heads, max_length, self.cfg.head_dim)
         return {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)}
 
     def __call__(self, x: jax.Array, ctx: Context, state: dict | None = None):
@@ -52,14 +54,16 @@ class GQA(nnx.Module):
         if cfg.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cfg.rope, ctx.positions), rotate(k, cfg.rope, ctx.positions)
-        offset: int | jax.Array = 0
-        if state is not None and ctx.length is not None:
-            offset = ctx.length
-            k = jax.lax.dynamic_update_slice_in_dim(state["k"], k, offset, axis=1)
-            v = jax.lax.dynamic_update_slice_in_dim(state["v"], v, offset, axis=1)
-            state = {"k": k, "v": v}
-        q, k, v = (checkpoint_name(a, MIXER_IN) for a in (q, k, v))
-        o = attention(q, k, v, scale=K**-0.5, segment_ids=ctx.segment_ids, q_offset=offset, backend=ctx.attention)
+        if state is None:
+            q, k, v = (checkpoint_name(a, MIXER_IN) for a in (q, k, v))
+            o = attention(q, k, v, scale=K**-0.5, segment_ids=ctx.segment_ids, backend=ctx.attention)
+        else:
+            state = kept = {"k": cache.append(state["k"], k, ctx), "v": cache.append(state["v"], v, ctx)}
+
+            def read(start, length):
+                return cache.read(kept["k"], start, length), cache.read(kept["v"], start, length)
+
+            o = attention_cached(q, ctx.positions, read, kept["k"].shape[2], K**-0.5)
         if cfg.output_gate:
             compute = accumulator(o.dtype)
             o = (o.astype(compute) * jax.nn.sigmoid(gate.astype(compute))).astype(o.dtype)

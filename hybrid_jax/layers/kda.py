@@ -15,6 +15,8 @@ from hybrid_jax.layers.gates import a_log_init, dt_bias_init
 from hybrid_jax.layers.linear import Linear
 from hybrid_jax.layers.norm import norm_then_gate
 
+_NO_DECAY = -1e30  # a raw gate whose log decay is 0, bounded or not
+
 
 class KDA(DeltaMixer):
     """Gated DeltaNet with one decay a key channel, from a low-rank projection f = W_fb W_fa x (rank V).
@@ -40,7 +42,7 @@ class KDA(DeltaMixer):
     def __call__(self, x: jax.Array, ctx: Context, state: dict | None = None):
         """x [B, T, D] -> ([B, T, D], new state)."""
         (q, k, v, beta), (f, gate), new_state = self.project(x, [self.f_a_proj, self.g_a_proj], ctx, state)
-        f = self.f_b_proj(f).reshape(*v.shape[:3], self.key_dim)
+        f = ctx.unpadded(self.f_b_proj(f).reshape(*v.shape[:3], self.key_dim), _NO_DECAY)
         decay = Gate(self.A_log[...], self.dt_bias[...].reshape(f.shape[2:]), self.cfg.lower_bound or None)
         before = None if state is None else state["ssm"]
         o, new_state["ssm"] = kda(

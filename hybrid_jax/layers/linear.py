@@ -1,10 +1,13 @@
 """Matrix products with fp32 parameters."""
 
+import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+_FEW_ROWS = 128  # below some hundreds of rows a product takes the time in which its weights are read
 
 
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -13,10 +16,17 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.matmul(x, weight.astype(x.dtype), precision=precision)
 
 
-def together(x: jax.Array, weights: Sequence[jax.Array]) -> list[jax.Array]:
-    """x [..., in] times each of `weights` [in, out_i], as one product: one read of x instead of several."""
-    sizes = [w.shape[1] for w in weights]
-    y = matmul(x, jnp.concatenate([w.astype(x.dtype) for w in weights], axis=1))
+def together(x: jax.Array, groups: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+    """x [..., in] times the weights [in, out_i] of each group, side by side: [..., sum of out_i], one array a group.
+
+    One product: one read of x instead of several. Where x has few rows, as in decoding, joining the weights would
+    cost more than all products; then it is one for each of them.
+    """
+    if math.prod(x.shape[:-1]) <= _FEW_ROWS:
+        products = [[matmul(x, w) for w in group] for group in groups]
+        return [jnp.concatenate(group, axis=-1) for group in products]
+    sizes = [sum(w.shape[1] for w in group) for group in groups]
+    y = matmul(x, jnp.concatenate([w.astype(x.dtype) for group in groups for w in group], axis=1))
     edges = [sum(sizes[:i]) for i in range(1, len(sizes))]
     return jnp.split(y, edges, axis=-1)
 

@@ -58,10 +58,11 @@ class Mamba2(nnx.Module):
             self.conv1d.bias[...],
             initial_state=None if state is None else state["conv"],
             segment_ids=ctx.segment_ids,
+            count=ctx.count,
         )
         xbc = checkpoint_name(xbc, MIXER_IN)
         u, B, C = jnp.split(xbc, [self.inner, self.inner + G * N], axis=-1)
-        dt = jax.nn.softplus(upcast(dt) + self.dt_bias[...])
+        dt = ctx.unpadded(jax.nn.softplus(upcast(dt) + self.dt_bias[...]))
         y, ssm_state = ssd(
             u.reshape(Bsz, T, self.heads, cfg.head_dim),
             dt,

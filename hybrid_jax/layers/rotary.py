@@ -12,7 +12,8 @@ import numpy as np
 from hybrid_jax.kernels.precision import accumulator
 
 _LOW = 1024  # positions are split into p = hi * _LOW + lo
-_HIGH = 4096  # the largest position is _LOW * _HIGH - 1 = 4,194,303
+_HIGH = 4096
+MAX_POSITIONS = _LOW * _HIGH
 
 
 def frequencies(cfg, channels: int) -> tuple[np.ndarray, float]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hybrid_jax.errors import UserError
-from hybrid_jax.kernels.attention import attention, chunked
+from hybrid_jax.kernels.attention import attention, cached, chunked
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ops"
 B, T, H, Hkv, K, V = 2, 600, 4, 2, 24, 12  # T: two whole blocks of 256 and a ragged one
@@ -154,19 +154,27 @@ def test_only_visible_blocks_are_computed():
             assert len(i) * block_q * block_k <= (0.5626 if length > 2048 else 0.6251) * length**2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_decoding_with_a_cache(backend):
-    """A prompt, then single tokens against a longer cache, are rows of the whole; the rest is unseen."""
+@pytest.mark.parametrize("block", [128, 512, 1024])
+def test_cached(block, monkeypatch):
+    """Tokens against a cache of 600 keys, at places that differ by row, are rows of the whole: blocks that divide the
+    cache and not, single tokens, and keys after them that must not be seen."""
+    monkeypatch.setattr(cached, "BLOCK", block)
     (q, k, v), do = make_inputs()
     whole = output_and_gradients((q, k, v), do, ONE, "chunked")[0]
-    step = jax.jit(lambda q, k, v, n: attention(q, k, v, q_offset=n, backend=backend))
-    for start, count in ((0, 50), (50, 1), (299, 1)):
-        cache = [jnp.where((np.arange(T) < start + count)[None, :, None, None], z, 1e4) for z in (k, v)]
-        got = step(q[:, start : start + count], *cache, jnp.int32(start))
-        assert_close([got], [whole[:, start : start + count]], 1e-6, ["o"])
-    # The Python integer 0 trains: keys past T are cut off.
-    prompt = attention(q[:, :50], k, v, backend=backend)
-    assert_close([prompt], [whole[:, :50]], 1e-6, ["o"])
+
+    @jax.jit
+    def step(q, k, v, positions):
+        def read(start, length):
+            return tuple(jax.lax.dynamic_slice_in_dim(z, start, length, axis=2) for z in (k, v))
+
+        return cached.attention_cached(q, positions, read, T, K**-0.5)
+
+    for starts, count in (((0, 0), 50), ((50, 431), 1), ((500, 3), 100)):
+        places = np.asarray(starts)[:, None] + np.arange(count)
+        rows = np.arange(B)[:, None]
+        unseen = (np.arange(T) > places[:, -1:])[:, :, None, None]
+        cache = [jnp.where(unseen, 1e4, z).swapaxes(1, 2) for z in (k, v)]
+        assert_close([step(q[rows, places], *cache, jnp.asarray(places))], [whole[rows, places]], 1e-6, ["o"])
 
 
 @pytest.mark.parametrize("length", [1, 77])
@@ -238,9 +246,9 @@ def test_errors():
         attention(q, jnp.zeros((B, T, 3, K)), jnp.zeros((B, T, 3, V)))
     with pytest.raises(ValueError, match="do not fit"):
         attention(q, k[..., 1:], v)
-    with pytest.raises(ValueError, match="only 599 keys"):
+    with pytest.raises(ValueError, match="do not fit"):
         attention(q, k[:, 1:], v[:, 1:])
     with pytest.raises(ValueError, match="segment_ids"):
-        attention(q, k, v, segment_ids=ONE, q_offset=1)
+        attention(q, k, v, segment_ids=ONE[:, 1:])
     with pytest.raises(UserError, match=r"config\.kernels\.attention: unknown backend"):
         attention(q, k, v, backend="fast")

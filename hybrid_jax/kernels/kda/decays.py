@@ -30,13 +30,18 @@ LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def token_documents(documents, b, n, T: tl.constexpr, C: tl.constexpr):
+    """The documents of the tokens of chunk n in a packed row [C]."""
+    return tl.load(documents + b * T + tl.minimum(n * C + tl.arange(0, C), T - 1))
+
+
+@triton.jit
 def chunk_documents(documents, b, n, T: tl.constexpr, C: tl.constexpr):
     """Of chunk n in a packed row: the tokens' documents [C], those of the token before it and of its last one."""
     ids = documents + b * T
-    document = tl.load(ids + tl.minimum(n * C + tl.arange(0, C), T - 1))
     before = tl.load(ids + tl.maximum(n * C - 1, 0))
     last = tl.load(ids + tl.minimum(n * C + C - 1, T - 1))
-    return document, before, last
+    return token_documents(documents, b, n, T, C), before, last
 
 
 @triton.jit

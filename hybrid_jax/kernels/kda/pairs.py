@@ -13,7 +13,6 @@ from hybrid_jax.kernels.kda.decays import (
     LOG2E,
     STEEPEST,
     block_sums,
-    chunk_documents,
     column_decay,
     in_block,
     in_square,
@@ -22,6 +21,7 @@ from hybrid_jax.kernels.kda.decays import (
     rest_decay,
     row_decay,
     square_decay,
+    token_documents,
     token_sums,
 )
 
@@ -97,7 +97,7 @@ def pairs(
     tl.store(k_norms + row, k_norm)
     document = at
     if PACKED:
-        document, _, _ = chunk_documents(documents, b, n, T, C)
+        document = token_documents(documents, b, n, T, C)
 
     own = at[:, None] == at[None, :]
     A, P = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
@@ -303,7 +303,7 @@ def pair_gradients(
     q_unit = load_columns(q + start, n * C, H * K, key, C, T, K) * tl.load(q_norms + row)[None, :]
     document = at
     if PACKED:
-        document, _, _ = chunk_documents(documents, b, n, T, C)
+        document = token_documents(documents, b, n, T, C)
         same = document[:, None] == document[None, :]
         dA, dP = tl.where(same, dA, 0.0), tl.where(same, dP, 0.0)
     _, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)

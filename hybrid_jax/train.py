@@ -69,7 +69,9 @@ def run(cfg: Config) -> None:
 def _logged(cfg: Config, workdir: Path, main: bool) -> None:
     console = metrics.Console(workdir / "train.log", quiet=not main)
     handler, logger = console.handler(), logging.getLogger("hybrid_jax")
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
     logger.propagate = False  # else a root handler, as absl's, says it again
     try:
         _run(cfg, workdir, console)
@@ -81,6 +83,7 @@ def _logged(cfg: Config, workdir: Path, main: bool) -> None:
         raise
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)  # a thread may still have something to say: see orbax_log.py
         logger.propagate = True
         console.close()
 

@@ -411,6 +411,14 @@ class Checkpoints:
             return None, "its files are incomplete or damaged"
 
 
+def _in_pieces(path: tuple[Any, ...], leaf: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions:
+    """How an array lies in its files: a layer of a stacked one by itself, unless that is tiny, so that reading one
+    does not decompress all, and a large one in parts."""
+    stacked = STACKED in path_str(path).split(".") and len(leaf.shape) > 1
+    alone = stacked and leaf.nbytes >= leaf.shape[0] * _PIECE_OF_LAYERS
+    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=_PIECE, shard_axes=(0,) if alone else ())
+
+
 def _unfinished(folder: Path) -> list[str]:
     """Names of what a write that did not end has left."""
     try:

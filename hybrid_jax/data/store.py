@@ -43,12 +43,13 @@ _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _SIZE, _POINTER, _LEARN = np.dtype("<i4"), np.dtype("<i8"), np.dtype("u1")
 _LONGEST = 2**31 - 1  # a size is an int32
-_CHUNK = 2**20  # entries looked at in one go
+_CHUNK = 2**18  # entries looked at in one go
 _BLOCK_BYTES, _BLOCKS = 2**16, 2**12  # of a sample of the ids
 
 
 class StoreReader:
-    """A store, memory-mapped: opening it reads PREFIX.idx once, in pieces, and keeps nothing of it.
+    """A store, memory-mapped: opening it reads PREFIX.idx once, in pieces, and keeps nothing of it. What is gone through
+    is read, not mapped: what was mapped counts as memory in use.
 
     tokens: read-only [num_tokens], the ids of all documents end to end, of dtype `dtype`; slices of it read
     only themselves. learn: with PREFIX.mask.bin, its content, uint8 [num_tokens], else None. Raises UserError,
@@ -67,18 +68,17 @@ class StoreReader:
                     f"PREFIX.bin and PREFIX.idx, named by PREFIX{_stores_in(Path(prefix))}"
                 )
         try:
-            with self.idx.open("rb") as file:
-                self.dtype, self._sequences, self.num_documents = self._read_header(file)
-                size_at = _HEADER.size
-                pointer_at = size_at + self._sequences * _SIZE.itemsize
-                document_at = pointer_at + self._sequences * _POINTER.itemsize
-                self.num_tokens = self._check_sequences(file, size_at, pointer_at)
-                self._one_sequence_each = self._check_documents(file, document_at)
+            self._file = self.idx.open("rb")  # kept: the name may stand for another file later
+            self.dtype, self._sequences, self.num_documents = self._read_header()
+            self._pointers_at = _HEADER.size + self._sequences * _SIZE.itemsize
+            self._documents_at = self._pointers_at + self._sequences * _POINTER.itemsize
+            self.num_tokens = self._check_sequences()
+            self._one_sequence_each = self._check_documents()
             if not self.num_tokens:
                 raise UserError(f"{self.bin}: holds no token")
-            self._sizes = _mapped(self.idx, _SIZE, size_at, self._sequences)
-            self._pointers = _mapped(self.idx, _POINTER, pointer_at, self._sequences)
-            self._documents = _mapped(self.idx, _POINTER, document_at, self.num_documents + 1)
+            self._sizes = _mapped(self._file, _SIZE, _HEADER.size, self._sequences)
+            self._pointers = _mapped(self._file, _POINTER, self._pointers_at, self._sequences)
+            self._documents = _mapped(self._file, _POINTER, self._documents_at, self.num_documents + 1)
             self.tokens = _mapped(self.bin, self.dtype, 0, self.num_tokens)
             self.learn = self._map_mask() if self.mask.exists() else None
         except OSError as error:
@@ -97,6 +97,15 @@ class StoreReader:
         if self._one_sequence_each:
             return self._sizes[numbers].astype(np.int64)
         return self._first_tokens(self._documents[numbers + 1]) - self._first_tokens(self._documents[numbers])
+
+    def scan(self, first: int, end: int) -> np.ndarray:
+        """As `lengths` of the documents first, first + 1, ..., end - 1. Maps nothing of PREFIX.idx."""
+        if self._one_sequence_each:
+            return self._read_index(_SIZE, _HEADER.size, first, end - first).astype(np.int64)
+        cuts = self._read_index(_POINTER, self._documents_at, first, end - first + 1)
+        sizes = self._read_index(_SIZE, _HEADER.size, int(cuts[0]), int(cuts[-1] - cuts[0]))
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+        return np.diff(ends[cuts - cuts[0]])
 
     def first_tokens(self, numbers: np.ndarray) -> np.ndarray:
         """Index into `tokens` of the first token of each of these documents, int64."""
@@ -123,9 +132,9 @@ class StoreReader:
         """Of documents and ids: all of PREFIX.idx, and PREFIX.bin up to 256 MiB; of a larger one 4,096 blocks of
         64 KiB, evenly spaced, the first and the last among them."""
         digest = hashlib.blake2b(digest_size=16)
-        with self.idx.open("rb") as file:
-            while piece := file.read(_CHUNK):
-                digest.update(piece)
+        self._file.seek(0)
+        while piece := self._file.read(_CHUNK):
+            digest.update(piece)
         for _, tokens in self._blocks(sample=True):
             digest.update(tokens.data)
         return digest.digest()
@@ -160,8 +169,7 @@ class StoreReader:
     def _blocks(
         self, sample: bool, path: Path | None = None, dtype: np.dtype | None = None
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """(first token, values) of the blocks of PREFIX.bin, or of another file with a value a token. Read, not
-        mapped: what was mapped counts as memory in use."""
+        """(first token, values) of the blocks of PREFIX.bin, or of another file with a value a token."""
         path, dtype = path or self.bin, dtype or self.dtype
         length = _BLOCK_BYTES // dtype.itemsize
         if sample and self.num_tokens > _BLOCKS * length:
@@ -173,9 +181,13 @@ class StoreReader:
             for at in places:
                 yield at, _read(file, path, dtype, at * dtype.itemsize, min(length, self.num_tokens - at))
 
-    def _read_header(self, file: BinaryIO) -> tuple[np.dtype, int, int]:
+    def _read_index(self, dtype: np.dtype, table_at: int, first: int, count: int) -> np.ndarray:
+        """[count] of a table of PREFIX.idx, from its entry `first` on."""
+        return _read(self._file, self.idx, dtype, table_at + first * dtype.itemsize, count)
+
+    def _read_header(self) -> tuple[np.dtype, int, int]:
         """(dtype of the ids, sequences, documents)."""
-        header = file.read(_HEADER.size)
+        header = self._file.read(_HEADER.size)
         if header[: len(_MAGIC)] != _MAGIC[: len(header)] or not header:
             raise UserError(f"{self.idx}: is not the index of a token store: it does not begin with MMIDIDX")
         if len(header) < _HEADER.size:
@@ -190,7 +202,7 @@ class StoreReader:
         if code not in DTYPES:
             raise UserError(f"{self.idx}: has the unknown dtype code {code}; known are {', '.join(map(str, DTYPES))}")
         expected = _HEADER.size + sequences * (_SIZE.itemsize + _POINTER.itemsize) + index_length * _POINTER.itemsize
-        size = os.fstat(file.fileno()).st_size
+        size = os.fstat(self._file.fileno()).st_size
         if sequences and size == expected + sequences:
             raise UserError(f"{self.idx}: is multimodal (a mode for each sequence), which cannot be read; text can")
         self._compare_size(self.idx, size, expected)
@@ -198,14 +210,14 @@ class StoreReader:
             raise UserError(f"{self.idx}: has no document index, not even its first entry, 0; write it again")
         return np.dtype(DTYPES[code]), sequences, index_length - 1
 
-    def _check_sequences(self, file: BinaryIO, size_at: int, pointer_at: int) -> int:
+    def _check_sequences(self) -> int:
         """Tokens of all sequences, which must lie in PREFIX.bin without gaps."""
         there = self.bin.stat().st_size
         tokens = 0
         for at in range(0, self._sequences, _CHUNK):
             count = min(_CHUNK, self._sequences - at)
-            sizes = _read(file, self.idx, _SIZE, size_at + at * _SIZE.itemsize, count)
-            pointers = _read(file, self.idx, _POINTER, pointer_at + at * _POINTER.itemsize, count)
+            sizes = self._read_index(_SIZE, _HEADER.size, at, count)
+            pointers = self._read_index(_POINTER, self._pointers_at, at, count)
             if sizes.min() < 0:
                 bad = int(np.argmax(sizes < 0))
                 raise UserError(f"{self.idx}: sequence {at + bad} has {sizes[bad]} tokens; write the store again")
@@ -226,12 +238,12 @@ class StoreReader:
         self._compare_size(self.bin, there, tokens * self.dtype.itemsize)
         return tokens
 
-    def _check_documents(self, file: BinaryIO, document_at: int) -> bool:
+    def _check_documents(self) -> bool:
         """Whether every document is one sequence."""
         last, one_each = 0, self.num_documents == self._sequences
         for at in range(0, self.num_documents + 1, _CHUNK):
             count = min(_CHUNK, self.num_documents + 1 - at)
-            index = _read(file, self.idx, _POINTER, document_at + at * _POINTER.itemsize, count)
+            index = self._read_index(_POINTER, self._documents_at, at, count)
             if at == 0 and index[0] != 0:
                 raise UserError(f"{self.idx}: its document index begins with {index[0]}, not with 0; write it again")
             falls = np.diff(index, prepend=last) < 0
@@ -448,15 +460,16 @@ def _stores_in(folder: Path) -> str:
     return f"; {folder} is a folder, stores in it: {named}{' and more' * (len(found) > 3)}"
 
 
-def _mapped(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+def _mapped(file: Path | BinaryIO, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
     """Read-only [count]; a plain array, whose slices are cheaper than np.memmap's."""
-    return np.asarray(np.memmap(path, dtype, "r", offset, (count,)))
+    return np.asarray(np.memmap(file, dtype, "r", offset, (count,)))
 
 
 def _read(file: BinaryIO, path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-    """[count], in memory. Raises UserError where the file ends before."""
-    file.seek(offset)
-    raw = file.read(count * dtype.itemsize)
-    if len(raw) < count * dtype.itemsize:
-        raise UserError(f"{path}: became shorter while it was read; write or copy the store again")
+    """[count], in memory; threads may share the file. Raises UserError where it ends before."""
+    raw, at = memoryview(bytearray(count * dtype.itemsize)), 0
+    while at < len(raw):
+        if not (got := os.preadv(file.fileno(), [raw[at:]], offset + at)):
+            raise UserError(f"{path}: became shorter while it was read; write or copy the store again")
+        at += got
     return np.frombuffer(raw, dtype)

@@ -159,8 +159,8 @@ def split_store(store: Documents, fraction: float) -> Split:
         moved = np.asarray([1, store.lengths(np.asarray([other]))[0]])
         counts[giver] -= moved
         counts[1 - giver] += moved
-    documents, tokens = counts.T.tolist()
-    return Split(limit, other, tuple(documents), tuple(tokens))
+    (trained_on, tokens), (held_out, held_out_tokens) = counts.tolist()
+    return Split(limit, other, (trained_on, held_out), (tokens, held_out_tokens))
 
 
 def _rank(numbers: np.ndarray) -> np.ndarray:

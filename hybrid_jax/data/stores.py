@@ -46,9 +46,9 @@ def open(
     training: bool,
     already: dict[str, Opened],
 ) -> Dataset:
-    """A split of the stores. In memory: what `PackedDataset` says, and up to 8 MiB of document numbers a store; ids, and
-    what PREFIX.idx says of documents, stay in the files, which are mapped. already: stores opened for the other split,
-    by prefix; those opened here join it.
+    """A split of the stores. In memory: what `PackedDataset` says, and up to 8 MiB of document numbers a store; ids,
+    and what PREFIX.idx says of documents, stay in the files, which are mapped. already: stores opened for the other
+    split, by prefix; those opened here join it.
 
     Raises UserError, naming the key, for what cannot be opened or trained on.
     """

@@ -78,7 +78,10 @@ class Checkpoints:
         self.meta, self.log = meta, log
         self._policy = _Kept(max(keep, 1), every, keep_every)
         self.max_failures, self.timeout_seconds = max_failures, timeout_seconds
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise UserError(f"{self.folder}: is no folder; move it away, or set another config.workdir") from None
         self._told: list[tuple[int, str]] = []
         self._failed = 0  # writes in a row
         self._lost: tuple[int, str] | None = None  # the newest write asked for, if it failed, and why
@@ -336,7 +339,8 @@ class Checkpoints:
         """
         self.settle()
         passed: dict[int, str] = {}
-        for step in reversed(self.steps()):
+        files = {int(path.name) for path in self.folder.iterdir() if path.name.isdigit() and not path.is_dir()}
+        for step in sorted({*self.steps(), *files}, reverse=True):
             began = time.perf_counter()
             found = self._try_restore(step, wanted)
             if isinstance(found, str):

@@ -56,9 +56,10 @@ class StoreReader:
         self.mask = Path(f"{prefix}.mask.bin")
         for path in (self.idx, self.bin):
             if not path.is_file():
+                kind = "is a folder" if path.is_dir() else "is no plain file" if path.exists() else "no such file"
                 raise UserError(
-                    f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; a token store is a pair "
-                    f"PREFIX.bin and PREFIX.idx, named by PREFIX{_stores_in(Path(prefix))}"
+                    f"{path}: {kind}; a token store is a pair PREFIX.bin and PREFIX.idx, named by PREFIX"
+                    f"{_stores_in(Path(prefix))}"
                 )
         try:
             self._index = index = Index(self.idx, self.bin)

@@ -63,7 +63,7 @@ def open(
             already[part.prefix] = _open_checked(part.prefix, vocab_size, fraction, key)
     opened = [already[part.prefix] for part in parts]
     if separate:
-        _check_apart(data, opened)
+        _check_apart(data, opened, already)
     split = "train" if training else "validation"
     chosen = [_choose(store, fraction, training or separate) for store in opened]
     for store, documents in zip(opened, chosen, strict=True):
@@ -82,6 +82,8 @@ def open(
             "the loss mask of data.path": store.mask or "none",
             "data.validation_fraction": held_out(data),
         }
+        if len(parts) == 1:  # of several, the mixture says it
+            source["the number of stores in data.path"] = "1"
         if store.tokenizer_hash:
             source["the tokenizer"] = store.tokenizer_hash
         dataset = PackedDataset(
@@ -128,15 +130,18 @@ def missing(data: "DataConfig") -> str:
     )
 
 
-def _check_apart(data: "DataConfig", validation: list[Opened]) -> None:
-    """Raises UserError for a store that is trained on and validated on, and for two tokenizers."""
+def _check_apart(data: "DataConfig", validation: list[Opened], already: dict[str, Opened]) -> None:
+    """Raises UserError for a store that is trained on and validated on, under one name or two, and for two
+    tokenizers."""
     trained = [part.prefix for part in mixture.parse(data.path)]
     for store in validation:
         for prefix in trained:
-            if os.path.realpath(f"{manifest.stem(prefix)}.idx") == os.path.realpath(store.reader.idx):
+            same_file = os.path.realpath(f"{manifest.stem(prefix)}.idx") == os.path.realpath(store.reader.idx)
+            if same_file or (prefix in already and already[prefix].digest == store.digest):
                 raise UserError(
-                    f"config.data.validation_path: {prefix} is in config.data.path too, so it would be validated on "
-                    "what it was trained on; name another store, or leave it empty for data.validation_fraction"
+                    f"config.data.validation_path: {store.reader.bin} is in config.data.path too, as {prefix}, so it "
+                    "would be validated on what it was trained on; name another store, or leave it empty for "
+                    "data.validation_fraction"
                 )
             about = manifest.read(prefix)
             if about and store.tokenizer_hash and about["tokenizer"]["sha256"] != store.tokenizer_hash:
@@ -221,6 +226,11 @@ def _open_checked(prefix: str, vocab_size: int, fraction: float, key: str) -> Op
                     f"{reader.mask}: no such file; it is the store's loss mask and has to be copied with it"
                 )
             manifest.check_sizes(prefix, about)
+        if made_by is not None and not 0 < made_by.bytes_per_token < math.inf:
+            raise UserError(
+                f"{manifest.path_of(prefix)}: says {made_by.bytes_per_token} bytes a token, which cannot be; prepare "
+                "the store again"
+            )
     except UserError as error:
         raise UserError(f"config.data.{key}: {error}") from None
     if made_by is not None and (needed := max(made_by.vocab_size, made_by.end_of_document + 1)) > vocab_size:

@@ -177,7 +177,7 @@ def test_validation_may_be_a_store_of_its_own(tmp_path):
     assert train.identity["data.validation_fraction"] == "0, as data.validation_path is set"
     for path, words in (
         (f"{tmp_path}/missing", f"config.data.validation_path: {tmp_path}/missing.idx: no such file"),
-        (f"{tmp_path}/./a.idx", f"config.data.validation_path: {tmp_path}/a is in config.data.path too"),
+        (f"{tmp_path}/./a.idx", f"config.data.validation_path: {tmp_path}/a.bin is in config.data.path too, as"),
         (f"{tmp_path}/v:0", f"config.data.validation_path: {tmp_path}/v: its weight 0 is not a number above 0"),
     ):
         message = one_line(open_store, tmp_path / "a", split="validation", validation_path=path)
@@ -194,7 +194,7 @@ def test_a_validation_set_smaller_than_a_batch_is_padded_and_one_without_targets
     targets = validation.batch(0, range(8), 8)["targets"]
     assert validation.num_windows == 1 and (targets >= 0).sum() == 2 and (targets[1:] == -1).all()
     write(tmp_path / "t", [[1], [4]] * 20, 64)
-    settings = dataclasses.replace(config.data, path=str(tmp_path / "t"))
+    settings = dataclasses.replace(config.data, validation_path=str(tmp_path / "t"))
     message = one_line(data.open_splits, dataclasses.replace(config, data=settings))
     assert message.startswith("config.eval.batches: no token of the first 2 batches of validation is a target")
     nothing = tiny_config(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import logging
 import shutil
 import sys
 import threading
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
 
-from hybrid_jax import distributed, manifest, pending, schema
+from hybrid_jax import distributed, manifest, orbax_log, pending, schema
 from hybrid_jax.errors import UserError
 from hybrid_jax.optimizer import STACKED, path_str
 
@@ -79,7 +78,10 @@ class Checkpoints:
         self.meta, self.log = meta, log
         self._policy = _Kept(max(keep, 1), every, keep_every)
         self.max_failures, self.timeout_seconds = max_failures, timeout_seconds
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise UserError(f"{self.folder}: is no folder; move it away, or set another config.workdir") from None
         self._told: list[tuple[int, str]] = []
         self._failed = 0  # writes in a row
         self._lost: tuple[int, str] | None = None  # the newest write asked for, if it failed, and why
@@ -87,7 +89,7 @@ class Checkpoints:
         self._copy: Callable[[PyTree], PyTree] | None = None
         self._abandoned = False
         self._opened = 0
-        logging.getLogger("absl").addFilter(not_of_orbax)
+        orbax_log.divert()
         self._open()
 
     def __enter__(self) -> Checkpoints:
@@ -210,8 +212,12 @@ class Checkpoints:
         write = self._write
         if write is None or opened != self._opened:
             raise TimeoutError("this write was given up")
-        (folder,) = (path for path in self.folder.glob(f"{write.step}.*{TEMPORARY}*") if path.is_dir())
+        (folder,) = self._temporary(write.step)
         manifest.write(folder, write.meta)
+
+    def _temporary(self, step: int) -> list[Path]:
+        """The folder in which this checkpoint is being written, if it is there."""
+        return [path for path in self.folder.glob(f"{step}.*{TEMPORARY}*") if path.is_dir()]
 
     def poll(self) -> None:
         """Looks whether a write in progress has failed, and says so at once. Raises UserError if it was one too many.
@@ -241,8 +247,11 @@ class Checkpoints:
         write.done.wait(max(0.0, write.deadline - time.monotonic()))
         if not write.done.is_set():
             reason = f"not written within {self.timeout_seconds} s (config.checkpoint.timeout_seconds)"
+        elif write.error:
+            gone = distributed.is_main() and not list(self.folder.glob(f"{write.step}*"))
+            reason = pending.reason(write.error, "its folder vanished while it was written" if gone else "")
         else:
-            reason = pending.reason(write.error) if write.error else ""
+            reason = ""
         said = self._agree(reason, f"the end of checkpoint {write.step}")
         self._write = None
         if said:
@@ -259,7 +268,7 @@ class Checkpoints:
     def _clear_away(self, step: int) -> None:
         """So that a full disk does not stay full."""
         if distributed.is_main():
-            for path in self.folder.glob(f"{step}.*{TEMPORARY}*"):
+            for path in self._temporary(step):
                 shutil.rmtree(path, ignore_errors=True)
         # Orbax has forgotten what this write would have replaced, and may remember what it did not write.
         if self.folder.is_dir():
@@ -301,12 +310,6 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for a write in progress; what fails is said, and raises nothing."""
-        try:
-            self._close()
-        finally:
-            logging.getLogger("absl").removeFilter(not_of_orbax)
-
-    def _close(self) -> None:
         if self._abandoned:  # others are gone: there is nobody to end it with
             return
         try:
@@ -336,7 +339,8 @@ class Checkpoints:
         """
         self.settle()
         passed: dict[int, str] = {}
-        for step in reversed(self.steps()):
+        files = {int(path.name) for path in self.folder.iterdir() if path.name.isdigit() and not path.is_dir()}
+        for step in sorted({*self.steps(), *files}, reverse=True):
             began = time.perf_counter()
             found = self._try_restore(step, wanted)
             if isinstance(found, str):
@@ -405,15 +409,10 @@ class Checkpoints:
         return meta, saved, "" if known else "its record of the run, in _CHECKPOINT_METADATA, was changed"
 
     def _load(self, step: int, wanted: PyTree) -> tuple[PyTree, str]:
-        asyncio_log = logging.getLogger("asyncio")  # one traceback for each file that is not there
-        level = asyncio_log.level
-        asyncio_log.setLevel(logging.CRITICAL + 1)
         try:
             return jax.block_until_ready(self._orbax.load(step, wanted, checkpointable_name=STATE)), ""
         except Exception:
             return None, "its files are incomplete or damaged"
-        finally:
-            asyncio_log.setLevel(level)
 
 
 def _in_pieces(path: tuple[Any, ...], leaf: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions:
@@ -422,12 +421,6 @@ def _in_pieces(path: tuple[Any, ...], leaf: Any) -> ocp.options.ArrayOptions.Sav
     stacked = STACKED in path_str(path).split(".") and len(leaf.shape) > 1
     alone = stacked and leaf.nbytes >= leaf.shape[0] * _PIECE_OF_LAYERS
     return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=_PIECE, shard_axes=(0,) if alone else ())
-
-
-def not_of_orbax(record: logging.LogRecord) -> bool:
-    """A filter: Orbax prints a traceback for each of its threads that a failed write ends, and warnings of what is
-    damaged. Both are told in one line here."""
-    return record.levelno < logging.WARNING or "orbax" not in record.pathname
 
 
 def _unfinished(folder: Path) -> list[str]:

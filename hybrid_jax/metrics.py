@@ -211,7 +211,10 @@ class _Lines(logging.Handler):
     console: Console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.console.phase(record.getMessage())
+        if record.levelno < logging.INFO:
+            self.console.record(self.format(record))
+        else:
+            self.console.phase(record.getMessage())
 
 
 class Console:
@@ -253,10 +256,10 @@ class Console:
                 print(text, file=self._log, flush=True)
 
     def handler(self) -> logging.Handler:
-        """For Python's logging: what the package logs from INFO on stands among the other lines."""
-        handler = _Lines(logging.INFO)
+        """For Python's logging: what the package logs from INFO on stands among the other lines, and what it logs at
+        DEBUG in train.log alone."""
+        handler = _Lines()
         handler.console = self
-        logging.getLogger("hybrid_jax").setLevel(logging.INFO)
         return handler
 
     def phase(self, text: str) -> None:

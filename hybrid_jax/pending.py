@@ -47,8 +47,9 @@ def joined(said: Mapping[int, str]) -> str:
 _FAULTS = ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOENT", "EIO", "ESTALE", "ENOTDIR", "EFBIG")
 
 
-def reason(error: BaseException) -> str:
-    """An exception of a write as one short text: the file system's own words where they can be found in it."""
+def reason(error: BaseException, otherwise: str = "") -> str:
+    """An exception of a write as one short text: the file system's own words where they can be found in it, else
+    `otherwise`, or where that is empty its own."""
     texts = []
     link: BaseException | None = error
     while link is not None:
@@ -57,5 +58,5 @@ def reason(error: BaseException) -> str:
     for name in _FAULTS:
         if os.strerror(getattr(errno, name)) in " ".join(texts):
             return os.strerror(getattr(errno, name))
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = otherwise or " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 160 else text[:157] + "..."

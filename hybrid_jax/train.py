@@ -59,7 +59,7 @@ def run(cfg: Config) -> None:
     try:
         _logged(cfg, workdir, main)
     except OSError as error:
-        place = error.filename or workdir
+        place = error.filename2 or error.filename or workdir  # what was to be replaced, and not what by
         raise UserError(f"{place}: {error.strerror or error}; the run's folder is {workdir}") from error
     finally:
         if lock:
@@ -69,7 +69,9 @@ def run(cfg: Config) -> None:
 def _logged(cfg: Config, workdir: Path, main: bool) -> None:
     console = metrics.Console(workdir / "train.log", quiet=not main)
     handler, logger = console.handler(), logging.getLogger("hybrid_jax")
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
     logger.propagate = False  # else a root handler, as absl's, says it again
     try:
         _run(cfg, workdir, console)
@@ -81,6 +83,7 @@ def _logged(cfg: Config, workdir: Path, main: bool) -> None:
         raise
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)  # a thread may still have something to say: see orbax_log.py
         logger.propagate = True
         console.close()
 
@@ -124,10 +127,10 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
     if main:
         events = [(r.at, r.event) for r in history.rollbacks]
         run_tokenizer.write(workdir, train_data.tokenizer)
-        _write(workdir / "config.json", json.dumps(config_lib.to_dict(cfg), indent=2) + "\n")
         if not training.done and not events and metrics.set_aside(workdir / "metrics.jsonl"):
             console.text("note: the metrics.jsonl of an earlier run is kept as metrics.jsonl.old")
         training.open_writers(events)
+        _write(workdir / "config.json", json.dumps(config_lib.to_dict(cfg), indent=2) + "\n")
     with training.request:
         try:
             training.loop(train_data)
@@ -553,5 +556,9 @@ def _claim(folder: Path) -> tuple[str, IO[str] | None]:
 def _write(path: Path, text: str) -> None:
     """Writes a text file that is there whole or not at all."""
     scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise

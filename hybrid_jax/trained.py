@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import tensorstore
 
-from hybrid_jax import checkpoint, data, manifest, pending, schema
+from hybrid_jax import checkpoint, data, manifest, orbax_log, pending, schema
 from hybrid_jax import config as config_lib
 from hybrid_jax.config import Config
 from hybrid_jax.data import run_tokenizer
@@ -250,27 +249,17 @@ def _index(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(meta, the saved arrays' shapes and dtypes)."""
     if not (folder / "_CHECKPOINT_METADATA").exists():
         raise _Damaged(folder, "_CHECKPOINT_METADATA is missing")
-    with _quiet():
-        try:
-            found = ocp.metadata(folder.absolute())
-        except Exception:  # orbax raises many kinds, by which file is damaged
-            raise _Damaged(folder, "its index is damaged") from None
+    orbax_log.divert()
+    try:
+        found = ocp.metadata(folder.absolute())
+    except Exception:  # orbax raises many kinds, by which file is damaged
+        raise _Damaged(folder, "its index is damaged") from None
     saved: Any = found.metadata
     if isinstance(saved, dict) and set(saved) == {checkpoint.STATE}:
         saved = saved[checkpoint.STATE]
     if not isinstance(saved, dict):
         raise _Damaged(folder, "its index is damaged")
     return dict(found.custom_metadata or {}), saved
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("absl")
-    logger.addFilter(checkpoint.not_of_orbax)
-    try:
-        yield
-    finally:
-        logger.removeFilter(checkpoint.not_of_orbax)
 
 
 def _listed(steps: list[int]) -> str:

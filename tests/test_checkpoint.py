@@ -232,7 +232,7 @@ def test_damage_of_every_kind_is_found_and_named(name, written, tmp_path):
     )
 
 
-def test_a_checkpoint_without_a_list_of_files_is_read_all_the_same(written, tmp_path):
+def test_a_checkpoint_without_a_list_of_files_is_read_all_the_same(written, tmp_path, caplog):
     folder = shutil.copytree(written, tmp_path / "copy")
     for step in ("1", "2"):  # as an older version wrote them
         (folder / step / manifest.NAME).unlink()
@@ -243,6 +243,7 @@ def test_a_checkpoint_without_a_list_of_files_is_read_all_the_same(written, tmp_
     assert [
         line for line in log if "checkpoint 2 cannot be read and is passed over (its " in line and "damaged)" in line
     ]
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
 def test_each_process_reads_its_part_of_the_files(written, tmp_path):
@@ -340,6 +341,52 @@ def test_writes_that_fail_are_told_and_tolerated_up_to_a_number(tmp_path, monkey
         assert "\n" not in str(caught.value) and [step for step, _ in checkpoints.failures()] == [5, 6, 7]
     with _open(tmp_path) as checkpoints:
         assert checkpoints.restore(_wanted())[1] == 4
+
+
+_FAILING = """
+import logging, resource, sys
+import jax
+from hybrid_jax import checkpoint
+from tests.test_checkpoint import META
+details, log = [], logging.getLogger("hybrid_jax.orbax_log")
+log.setLevel(logging.DEBUG)
+log.addFilter(lambda record: details.append(record.getMessage()))
+state = {f"w{i}": jax.random.normal(jax.random.key(i), (12_000,)) for i in range(8)}
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+with checkpoint.Checkpoints(sys.argv[1], 2, META, print, max_failures=99) as checkpoints:
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    for step in range(2, 14):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40 * 2**step, hard))
+        checkpoints.save(step, state)
+        checkpoints.settle()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+print(sum("Traceback" in text for text in details))
+"""
+
+
+def test_of_a_write_that_fails_nothing_is_seen_but_its_line(tmp_path):
+    """Threads of Orbax and tensorstore print tracebacks of their own about what they could not write."""
+    command = [sys.executable, "-c", _FAILING, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    *lines, details = done.stdout.splitlines()
+    assert len(lines) == 12 and int(details) >= 12, lines
+    for step, line in enumerate(lines, 2):
+        said = rf"checkpoint {step} could not be written: File too large; checkpoint 1 is kept \(failure {step - 1} in"
+        assert re.match(said, line)
+
+
+def test_a_folder_that_vanishes_while_it_is_written_is_said_to(tmp_path, monkeypatch):
+    def vanish(folder, record):
+        shutil.rmtree(folder)
+        raise ValueError("too few values")
+
+    monkeypatch.setattr(manifest, "write", vanish)
+    with _open(tmp_path, max_failures=2) as checkpoints:
+        checkpoints.save(1, _state(1.0))
+        checkpoints.settle()
+        assert checkpoints.failures() == [(1, "its folder vanished while it was written")]
 
 
 def test_a_folder_that_vanishes_or_cannot_be_written_is_told_at_once(tmp_path):

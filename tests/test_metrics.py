@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import math
 import os
 import sys
@@ -212,6 +213,22 @@ def test_terminal_gets_one_bar_and_notes_stand_on_lines_of_their_own(tmp_path, m
     assert filled > 0 and abs(filled - drawn[2].count("░")) <= 1  # half-way
     assert "left" not in drawn[3]
     assert "\r" not in (tmp_path / "train.log").read_text()
+
+
+def test_what_is_logged_for_debugging_stands_in_train_log_alone(tmp_path):
+    stream = io.StringIO()
+    console, logger = metrics.Console(tmp_path / "train.log", stream), logging.Logger("of this test", logging.DEBUG)
+    logger.addHandler(console.handler())
+    logger.info("a phase")
+    try:
+        raise ValueError("of Orbax")
+    except ValueError:
+        logger.debug("a detail", exc_info=True)
+    console.close()
+    (line,) = stream.getvalue().splitlines()
+    kept = (tmp_path / "train.log").read_text()
+    assert line.endswith("s] a phase") and kept.startswith(line)
+    assert "a detail\nTraceback" in kept and kept.endswith("ValueError: of Orbax\n")
 
 
 def test_quiet_console_of_the_other_processes(tmp_path):

@@ -33,6 +33,8 @@ from hybrid_jax.errors import UserError
 if TYPE_CHECKING:
     from hybrid_jax.config import Config, DataConfig
 
+_FIRST_WINDOWS = 4096  # of training, among which one must have something to learn
+
 __all__ = ["Dataset", "Tokenizer", "dry_run", "open", "open_splits", "prefetch"]
 
 
@@ -96,16 +98,25 @@ def open_splits(config: "Config") -> tuple[Dataset, Dataset | None]:
         return _open(config.data, train.sequence_length, config.model.vocab_size, train.seed, split, already)
 
     training, batches = one("train"), config.eval.batches
+    none = "is a target, as its documents have one token or a loss mask hides them"
+    looked_at = min(training.num_windows or _FIRST_WINDOWS, _FIRST_WINDOWS)
+    if not _has_targets(training, looked_at):
+        raise UserError(f"config.data.path: no token of the first {looked_at} rows of training {none}; give other data")
     if not batches:
         return training, None
-    validation, size = one("validation"), train.global_batch_size
-    pieces = ((step, range(at, min(at + 8, size))) for step in range(batches) for at in range(0, size, 8))
-    if not any((validation.batch(step, rows, size)["targets"] >= 0).any() for step, rows in pieces):
+    validation = one("validation")
+    if not _has_targets(validation, batches * train.global_batch_size):
         raise UserError(
-            f"config.eval.batches: no token of the first {batches} batches of validation is a target, as its documents "
-            "have one token or a loss mask hides them; hold out more, or set it to 0"
+            f"config.eval.batches: no token of the first {batches} batches of validation {none}; hold out more, or set "
+            "it to 0"
         )
     return training, validation
+
+
+def _has_targets(dataset: Dataset, windows: int) -> bool:
+    """Whether there is one among the first of its windows."""
+    pieces = (range(at, min(at + 8, windows)) for at in range(0, windows, 8))
+    return any((dataset.batch(0, rows, windows)["targets"] >= 0).any() for rows in pieces)
 
 
 def dry_run(config: "Config") -> str:

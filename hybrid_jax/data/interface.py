@@ -43,6 +43,10 @@ class Documents(Protocol):
         """Tokens of each of these documents, int64 as `numbers`; 0 for an empty one."""
         ...
 
+    def scan(self, first: int, end: int) -> np.ndarray:
+        """As `lengths` of the documents first, first + 1, ..., end - 1, for whoever goes through all of them."""
+        ...
+
     def first_tokens(self, numbers: np.ndarray) -> np.ndarray:
         """Index into `tokens` of the first token of each, int64 as `numbers`."""
         ...

@@ -52,7 +52,7 @@ def read(prefix: str | Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
+        raise UserError(f"{path}: {error.strerror or error}; {remedy}") from None
     except ValueError:
         raise UserError(f"{path}: is no JSON, so damaged if it is a store's manifest; {remedy}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:

@@ -7,7 +7,7 @@ are found again when a window needs them.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from hybrid_jax.data.shuffle import Shuffle
 _EPOCHS_KEPT = 3
 _DOCUMENTS, _WINDOWS, _VALIDATION = 1, 2, 3  # separate random streams
 _BLOCK = 64  # documents
-_CHUNK = 2**16  # documents looked at in one go, whole blocks
+_CHUNK = 2**16  # documents looked at in one go
 
 
 class _Order(NamedTuple):
@@ -61,8 +61,8 @@ class PackedDataset:
     documents in stored order and one order of windows, the same for every seed; all tokens, the last window
     padded; steps past the end are padding only.
 
-    In memory, beside what the arguments hold: an eighth of a byte a document for each epoch that is kept, and up
-    to 16 MiB of tables (see `Shuffle`).
+    In memory, beside what the arguments hold: an eighth of a byte a document for each order that is kept, and up
+    to 16 MiB of tables (see `Shuffle`); and for a store that is mapped, the pages of it that batches have touched.
     """
 
     def __init__(
@@ -76,12 +76,13 @@ class PackedDataset:
         isolate_documents: bool,
         description: str,
         source: dict[str, str],
-        documents: np.ndarray | None = None,
+        documents: np.ndarray | Callable[[np.ndarray], np.ndarray] | None = None,
         learn: np.ndarray | None = None,
     ):
-        """documents: which of the store's belong to the split, as numbers, int64 [documents], or as bool
-        [store.num_documents] (None = all); at least one token. learn: uint8 [N], 0 for a token of the store that
-        is no target (None = all are). source: the parts of `Dataset.identity` that say where tokens come from."""
+        """documents: which of the store's belong to the split, as their numbers, int64 [documents], ascending, or as
+        a function that says of numbers which of them do, bool (None = all); at least one token. learn: uint8 [N], 0
+        for a token of the store that is no target (None = all are). source: the parts of `Dataset.identity` that say
+        where tokens come from."""
         self.store = store
         self.tokenizer = tokenizer
         self.isolate_documents = isolate_documents
@@ -91,12 +92,10 @@ class PackedDataset:
         self._length = sequence_length
         self._seed = seed
         self._training = training
-        marks = documents is not None and documents.dtype == bool
-        self._ours = documents if marks else None
-        self._numbers = None if marks else documents
+        self._ours = documents if callable(documents) else None
+        self._numbers = documents if isinstance(documents, np.ndarray) else None
         self._count = store.num_documents if self._numbers is None else len(self._numbers)
-        self._bounds = self._block_bounds(None)
-        self.num_tokens = int(self._bounds[-1])
+        self.num_tokens = sum(int(lengths.sum()) for _, lengths in self._scan())
         predicted = self.num_tokens - 1
         self.num_windows = max(1, predicted // sequence_length if training else -(-predicted // sequence_length))
         self._order = functools.lru_cache(maxsize=_EPOCHS_KEPT)(self._make_order)  # safe between threads
@@ -179,18 +178,33 @@ class PackedDataset:
 
     def _make_order(self, epoch: int) -> _Order:
         if not self._training:
-            return _Order(None, self._bounds, Shuffle(self.num_windows, _VALIDATION))
+            return _Order(None, self._block_bounds(lambda numbers: numbers), Shuffle(self.num_windows, _VALIDATION))
         documents = Shuffle(self._count, _DOCUMENTS, self._seed, epoch)
         windows = Shuffle(self.num_windows, _WINDOWS, self._seed, epoch)
-        return _Order(documents, self._block_bounds(documents), windows)
+        return _Order(documents, self._block_bounds(documents.inverse()), windows)
 
-    def _block_bounds(self, documents: Shuffle | None) -> np.ndarray:
-        sums = [np.zeros(1, np.int64)]
-        for at in range(0, self._count, _CHUNK):
-            places = np.arange(at, min(at + _CHUNK, self._count))
-            lengths = self._lengths(self._at(documents, places))
-            sums.append(np.add.reduceat(lengths, np.arange(0, len(lengths), _BLOCK)))
-        return np.cumsum(np.concatenate(sums))
+    def _block_bounds(self, place_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """place_of: in the order, of documents by their place in stored order. Documents are gone through as they are
+        stored, so that nothing of the store has to stay in memory."""
+        sums = np.zeros(-(-self._count // _BLOCK) + 1, np.int64)
+        for first, lengths in self._scan():
+            places = place_of(np.arange(first, first + len(lengths)))
+            np.add.at(sums, places // _BLOCK + 1, lengths)
+        return np.cumsum(sums)
+
+    def _scan(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(place in stored order of the first, tokens in the split) of the split's documents, in pieces."""
+        first = 0
+        for at in range(0, self.store.num_documents, _CHUNK):
+            end = min(at + _CHUNK, self.store.num_documents)
+            lengths = self.store.scan(at, end)
+            if self._ours is not None:
+                lengths *= self._ours(np.arange(at, end))
+            elif self._numbers is not None:
+                last = int(np.searchsorted(self._numbers, end))
+                lengths = lengths[self._numbers[first:last] - at]
+            yield first, lengths
+            first += len(lengths)
 
     def _at(self, documents: Shuffle | None, places: np.ndarray) -> np.ndarray:
         """Numbers in the store of the documents at these places of an order."""
@@ -201,7 +215,7 @@ class PackedDataset:
     def _lengths(self, numbers: np.ndarray) -> np.ndarray:
         """Tokens that each of these documents has in the split."""
         lengths = self.store.lengths(numbers)
-        return lengths if self._ours is None else lengths * self._ours[numbers]
+        return lengths if self._ours is None else lengths * self._ours(numbers)
 
 
 def _ranges(first: np.ndarray, count: np.ndarray) -> np.ndarray:

@@ -1,6 +1,8 @@
 """Permutations decided by numbers alone, the same under any numpy, that need no array of their size."""
 
+import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -39,29 +41,47 @@ class Shuffle:
         """The numbers at these places, each in [0, size): int64 as `places`."""
         if self._table is not None:
             return self._table[places]
-        numbers = self._step(places.astype(np.uint64))
+        return self._walk(places, backwards=False)
+
+    def inverse(self) -> Callable[[np.ndarray], np.ndarray]:
+        """A function that gives the places of numbers, int64 as they are."""
+        if self._table is None:
+            return functools.partial(self._walk, backwards=True)
+        inverse = np.empty_like(self._table)
+        inverse[self._table] = np.arange(self.size)
+        return inverse.__getitem__
+
+    def _walk(self, numbers: np.ndarray, backwards: bool) -> np.ndarray:
+        numbers = self._step(numbers.astype(np.uint64), backwards)
         outside = np.flatnonzero(numbers >= self.size)
         while len(outside):
-            numbers[outside] = self._step(numbers[outside])
+            numbers[outside] = self._step(numbers[outside], backwards)
             outside = outside[numbers[outside] >= self.size]
         return numbers.astype(np.int64)
 
-    def _step(self, numbers: np.ndarray) -> np.ndarray:
-        """A permutation of range(low * high), uint64. Each round adds a keyed hash of one half to the other."""
+    def _step(self, numbers: np.ndarray, backwards: bool) -> np.ndarray:
+        """A permutation of range(low * high), uint64, or the one back. Each round adds a keyed hash of one half to the
+        other, or subtracts it."""
         sizes = np.asarray([self._low, self._high], np.uint64)
         high, low = np.divmod(numbers, sizes[0])
         halves = [low, high]
-        for number, key in enumerate(self._keys):
+        rounds = range(_ROUNDS)
+        for number in reversed(rounds) if backwards else rounds:
             half, other, size = halves[number % 2], halves[1 - number % 2], sizes[number % 2]
-            hashed = other ^ key
+            hashed = other ^ self._keys[number]
             hashed *= _MIX[0]
             hashed ^= hashed >> _HALF
             hashed *= _MIX[1]
             hashed >>= _HALF
             hashed *= size
             hashed >>= _HALF  # in [0, size)
-            half += hashed
-            np.minimum(half, half - size, out=half)  # modulo size: what would be negative wraps to the largest
+            # Modulo size: what would be negative wraps to the largest.
+            if backwards:
+                half -= hashed
+                np.minimum(half, half + size, out=half)
+            else:
+                half += hashed
+                np.minimum(half, half - size, out=half)
         halves[1] *= sizes[0]
         return halves[0] + halves[1]
 

@@ -115,30 +115,52 @@ def held_out(data: "DataConfig") -> str:
     return "0, as data.validation_path is set" if data.validation_path else str(data.validation_fraction)
 
 
-def split_store(store: Documents, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Which documents of a store are held out and which are without tokens, both bool [documents].
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Which documents of a store are held out: by a hash of the document's number alone, so that documents added at the
+    end move no old one, and that nothing has to be kept of any. Copies of a text are not looked for.
 
-    Held out by a hash of the document's number alone, so that documents added at the end move no old one; but
-    of two documents or more with tokens, one is on each side if the fraction is above 0. Copies of a text are not
-    looked for.
+    documents, tokens: of training and of validation, empty documents left out.
     """
-    held_out, empty = np.zeros(store.num_documents, bool), np.zeros(store.num_documents, bool)
-    limit = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+
+    limit: int  # of the hashes of those held out
+    other: int  # number of a document that is not where its hash says; -1: none
+    documents: tuple[int, int]
+    tokens: tuple[int, int]
+
+    def held_out(self, numbers: np.ndarray) -> np.ndarray:
+        """Of each of these documents, bool."""
+        return (_rank(numbers) < np.uint64(self.limit)) ^ (numbers == self.other)
+
+    def trained_on(self, numbers: np.ndarray) -> np.ndarray:
+        return ~self.held_out(numbers)
+
+
+def split_store(store: Documents, fraction: float) -> Split:
+    """Holds out this fraction of the documents; but of two documents or more with tokens, one is on each side if the
+    fraction is above 0."""
+    limit = min(int(fraction * 2.0**64), 2**64 - 1)
+    counts = np.zeros((2, 2), np.int64)  # documents and tokens of each, of training and of validation
     ends: list[tuple[int, int]] = []  # (hash, number) of the documents with the lowest and the highest of each piece
     for at in range(0, store.num_documents, PIECE):
-        numbers = np.arange(at, min(at + PIECE, store.num_documents))
-        empty[numbers] = store.lengths(numbers) == 0
-        numbers = numbers[~empty[numbers]]
-        if fraction > 0 and len(numbers):
-            rank = _rank(numbers)
-            held_out[numbers] = rank < limit
-            ends += [(int(rank[i]), int(numbers[i])) for i in (rank.argmin(), rank.argmax())]
-    if len({number for _, number in ends}) > 1:
-        if not held_out.any():
-            held_out[min(ends)[1]] = True
-        elif (held_out | empty).all():
-            held_out[max(ends)[1]] = False
-    return held_out, empty
+        lengths = store.scan(at, min(at + PIECE, store.num_documents))
+        numbers = np.flatnonzero(lengths) + at
+        if not len(numbers):
+            continue
+        rank = _rank(numbers)
+        held = rank < np.uint64(limit)
+        in_validation = np.asarray([np.count_nonzero(held), lengths[numbers[held] - at].sum()])
+        counts += np.asarray([[len(numbers), lengths.sum()] - in_validation, in_validation])
+        ends += [(int(rank[i]), int(numbers[i])) for i in (rank.argmin(), rank.argmax())]
+    other = -1
+    if fraction > 0 and counts[:, 0].sum() > 1 and not counts[:, 0].all():
+        giver = int(counts[1, 0] > 0)
+        other = (max if giver else min)(ends)[1]
+        moved = np.asarray([1, store.lengths(np.asarray([other]))[0]])
+        counts[giver] -= moved
+        counts[1 - giver] += moved
+    (trained_on, tokens), (held_out, held_out_tokens) = counts.tolist()
+    return Split(limit, other, (trained_on, held_out), (tokens, held_out_tokens))
 
 
 def _rank(numbers: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from hybrid_jax.data import manifest, mixture, shuffle
 from hybrid_jax.data.interface import Dataset, Documents, Tokenizer
 from hybrid_jax.data.packing import PackedDataset
-from hybrid_jax.data.sources import PIECE, held_out, split_store
+from hybrid_jax.data.sources import PIECE, Split, held_out, split_store
 from hybrid_jax.data.store import StoreReader
 from hybrid_jax.data.tokenizer import BpeTokenizer, ByteTokenizer, IdTokenizer, TokenStore, from_manifest
 from hybrid_jax.errors import UserError
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
 class Opened:
     """A checked store.
 
-    largest: of its ids that were looked at. digest: hex, of documents and ids. mask: hex digest of its loss mask, ""
-    without one. tokenizer and the hash of its definition: what made it, None and "" where no manifest says so.
+    split: into training and validation. largest: of its ids that were looked at. digest: hex, of documents and ids.
+    mask: hex digest of its loss mask, "" without one. tokenizer and the hash of its definition: what made it, None and
+    "" where no manifest says so.
     """
 
     reader: StoreReader
+    split: Split
     largest: int
     digest: str
     mask: str
@@ -43,9 +46,9 @@ def open(
     training: bool,
     already: dict[str, Opened],
 ) -> Dataset:
-    """A split of the stores. In memory: a byte a document of training, 8 of validation, and what `PackedDataset`
-    says; ids, and what PREFIX.idx says of documents, stay in the files, which are mapped. already: stores opened for
-    the other split, by prefix; those opened here join it.
+    """A split of the stores. In memory: what `PackedDataset` says, and up to 8 MiB of document numbers a store; ids,
+    and what PREFIX.idx says of documents, stay in the files, which are mapped. already: stores opened for the other
+    split, by prefix; those opened here join it.
 
     Raises UserError, naming the key, for what cannot be opened or trained on.
     """
@@ -54,15 +57,15 @@ def open(
     if not separate and not path.strip(", "):
         raise UserError(missing(data))
     parts = mixture.parse(path, key := "validation_path" if separate else "path")
+    fraction = 0.0 if data.validation_path else data.validation_fraction
     for part in parts:
         if part.prefix not in already:
-            already[part.prefix] = _open_checked(part.prefix, vocab_size, key)
+            already[part.prefix] = _open_checked(part.prefix, vocab_size, fraction, key)
     opened = [already[part.prefix] for part in parts]
     if separate:
-        _check_apart(data, opened)
+        _check_apart(data, opened, already)
     split = "train" if training else "validation"
-    fraction = 0.0 if data.validation_path else data.validation_fraction
-    chosen = [_choose(store.reader, fraction, training or separate) for store in opened]
+    chosen = [_choose(store, fraction, training or separate) for store in opened]
     for store, documents in zip(opened, chosen, strict=True):
         if not documents.tokens:
             raise UserError(
@@ -79,6 +82,8 @@ def open(
             "the loss mask of data.path": store.mask or "none",
             "data.validation_fraction": held_out(data),
         }
+        if len(parts) == 1:  # of several, the mixture says it
+            source["the number of stores in data.path"] = "1"
         if store.tokenizer_hash:
             source["the tokenizer"] = store.tokenizer_hash
         dataset = PackedDataset(
@@ -125,15 +130,18 @@ def missing(data: "DataConfig") -> str:
     )
 
 
-def _check_apart(data: "DataConfig", validation: list[Opened]) -> None:
-    """Raises UserError for a store that is trained on and validated on, and for two tokenizers."""
+def _check_apart(data: "DataConfig", validation: list[Opened], already: dict[str, Opened]) -> None:
+    """Raises UserError for a store that is trained on and validated on, under one name or two, and for two
+    tokenizers."""
     trained = [part.prefix for part in mixture.parse(data.path)]
     for store in validation:
         for prefix in trained:
-            if os.path.realpath(f"{manifest.stem(prefix)}.idx") == os.path.realpath(store.reader.idx):
+            same_file = os.path.realpath(f"{manifest.stem(prefix)}.idx") == os.path.realpath(store.reader.idx)
+            if same_file or (prefix in already and already[prefix].digest == store.digest):
                 raise UserError(
-                    f"config.data.validation_path: {prefix} is in config.data.path too, so it would be validated on "
-                    "what it was trained on; name another store, or leave it empty for data.validation_fraction"
+                    f"config.data.validation_path: {store.reader.bin} is in config.data.path too, as {prefix}, so it "
+                    "would be validated on what it was trained on; name another store, or leave it empty for "
+                    "data.validation_fraction"
                 )
             about = manifest.read(prefix)
             if about and store.tokenizer_hash and about["tokenizer"]["sha256"] != store.tokenizer_hash:
@@ -147,25 +155,32 @@ class _Chosen(NamedTuple):
     """Documents of a split; `which` as PackedDataset takes it."""
 
     of: Documents
-    which: np.ndarray
+    which: np.ndarray | Callable[[np.ndarray], np.ndarray]
     num_documents: int
     tokens: int
 
 
-def _choose(reader: StoreReader, fraction: float, ours: bool) -> _Chosen:
+def _choose(store: Opened, fraction: float, ours: bool) -> _Chosen:
     """ours: of training, or of a store that holds nothing out."""
-    held, empty = split_store(reader, fraction)
-    if fraction > 0 and len(empty) - np.count_nonzero(empty) == 1 and reader.num_tokens > 1:  # an only one is cut
+    reader, split = store.reader, store.split
+    if fraction > 0 and sum(split.documents) == 1 and reader.num_tokens > 1:  # an only one is cut
         cut = min(max(round(reader.num_tokens * (1 - fraction)), 1), reader.num_tokens - 1)
         halves = TokenStore(reader.tokens, np.asarray([0, cut, reader.num_tokens]))
         return _Chosen(halves, np.asarray([0 if ours else 1]), 1, cut if ours else reader.num_tokens - cut)
-    marks = ~(held | empty) if ours else held
-    count = int(np.count_nonzero(marks))
-    tokens = sum(
-        int(reader.lengths(np.flatnonzero(marks[at : at + PIECE]) + at).sum()) for at in range(0, len(marks), PIECE)
-    )
-    # A list of numbers where it is short: orders of these documents alone, as they were before there were marks.
-    return _Chosen(reader, marks if ours and len(marks) > shuffle.TABLE else np.flatnonzero(marks), count, tokens)
+    count, tokens = (of[0 if ours else 1] for of in (split.documents, split.tokens))
+    which = split.trained_on if ours else split.held_out
+    # A list of numbers where it is short: orders of these documents alone. Runs go on by them, so this stays as it is.
+    listed = (reader.num_documents if ours else count) <= shuffle.TABLE
+    return _Chosen(reader, _numbers(reader, which) if listed else which, count, tokens)
+
+
+def _numbers(reader: StoreReader, which: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Of the documents with tokens of which `which` holds, int64, ascending."""
+    found = []
+    for at in range(0, reader.num_documents, PIECE):
+        numbers = np.flatnonzero(reader.scan(at, min(at + PIECE, reader.num_documents))) + at
+        found.append(numbers[which(numbers)])
+    return np.concatenate(found)
 
 
 def _tokenizer(data: "DataConfig", opened: list[Opened], tokens: list[int], vocab_size: int) -> tuple[Tokenizer, str]:
@@ -193,7 +208,7 @@ def _tokenizer(data: "DataConfig", opened: list[Opened], tokens: list[int], voca
     return IdTokenizer(vocab_size=vocab_size, end_of_document=vocab_size - 1), "samples as ids"
 
 
-def _open_checked(prefix: str, vocab_size: int, key: str) -> Opened:
+def _open_checked(prefix: str, vocab_size: int, fraction: float, key: str) -> Opened:
     try:
         reader = StoreReader(prefix)
         mask = reader.check_mask()
@@ -211,6 +226,11 @@ def _open_checked(prefix: str, vocab_size: int, key: str) -> Opened:
                     f"{reader.mask}: no such file; it is the store's loss mask and has to be copied with it"
                 )
             manifest.check_sizes(prefix, about)
+        if made_by is not None and not 0 < made_by.bytes_per_token < math.inf:
+            raise UserError(
+                f"{manifest.path_of(prefix)}: says {made_by.bytes_per_token} bytes a token, which cannot be; prepare "
+                "the store again"
+            )
     except UserError as error:
         raise UserError(f"config.data.{key}: {error}") from None
     if made_by is not None and (needed := max(made_by.vocab_size, made_by.end_of_document + 1)) > vocab_size:
@@ -224,4 +244,5 @@ def _open_checked(prefix: str, vocab_size: int, key: str) -> Opened:
         largest = reader.check_ids(vocab_size, sample=reader.dtype.itemsize <= 4)
     except UserError as error:
         raise UserError(f"config.model.vocab_size: {error}") from None
-    return Opened(reader, largest, reader.digest().hex(), mask, made_by, tokenizer_hash)
+    split = split_store(reader, fraction)
+    return Opened(reader, split, largest, reader.digest().hex(), mask, made_by, tokenizer_hash)

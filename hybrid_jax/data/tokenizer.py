@@ -42,6 +42,9 @@ class TokenStore:
     def lengths(self, numbers: np.ndarray) -> np.ndarray:
         return self.starts[numbers + 1] - self.starts[numbers]
 
+    def scan(self, first: int, end: int) -> np.ndarray:
+        return np.diff(self.starts[first : end + 1])
+
     def first_tokens(self, numbers: np.ndarray) -> np.ndarray:
         return self.starts[numbers]
 

@@ -59,11 +59,9 @@ def under_a_run(reference: training.Reference, rng: random.Random, trial: Trial)
     if not trainer.wait(LIMIT):
         trainer.kill()
         trial.problems.append(f"on a full disk: still there after {LIMIT:.0f} s")
-    if trainer.code != 0:  # the line may stand within theirs
-        told = f"error: {workdir(trial)}" in trial.said(since)
-        trial.expect(trainer.code == 2 and told, f"on a full disk: exit code {trainer.code}, told: {told}")
-    # Threads of Orbax and tensorstore print tracebacks of their own about what they could not write.
-    training.finish_and_compare(reference, trial, since=len(trial.said()))
+    if trainer.code != 0:
+        trial.expect_error_line(trainer.code, since, str(workdir(trial)))
+    training.finish_and_compare(reference, trial)
     _unmount(workdir(trial), trial)
 
 
@@ -75,8 +73,7 @@ def _limited_files(reference: training.Reference, rng: random.Random, trial: Tri
     trial.hit("a limit on file sizes under a run", f"{limit} bytes")
     if trainer.code != 0:
         trial.expect_error_line(trainer.code, since, str(workdir(trial)))
-    # Threads of Orbax and tensorstore print tracebacks of their own about what they could not write.
-    training.finish_and_compare(reference, trial, since=len(trial.said()))
+    training.finish_and_compare(reference, trial)
 
 
 def under_prepare(reference: preparing.Reference, rng: random.Random, trial: Trial) -> None:

@@ -54,12 +54,11 @@ def finish(store: Path, trial: Trial, *overrides: str, **named: Any) -> Process:
     return trainer
 
 
-def finish_and_compare(reference: Reference, trial: Trial, since: int = 0) -> None:
-    """What was printed before `since` may hold tracebacks."""
+def finish_and_compare(reference: Reference, trial: Trial) -> None:
     trainer = finish(reference.store, trial, *reference.overrides, before=reference.before)
     if trainer.code == 0:
         trial.problems += outcome.differences(workdir(trial), reference.folder)
-    trial.expect(outcome.TRACEBACK not in trial.said(since), "a traceback")
+    trial.expect(outcome.TRACEBACK not in trial.said(), "a traceback")
 
 
 def run_reference(folder: Path, store: Path) -> Reference:

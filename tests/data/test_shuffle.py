@@ -30,11 +30,14 @@ def test_shuffle_never_changes():
 def test_every_number_once(size, no_table):
     order = Shuffle(size, 5, 1)(np.arange(size))
     assert order.dtype == np.int64 and np.array_equal(np.sort(order), np.arange(size))
+    places = Shuffle(size, 5, 1).inverse()(order)
+    assert places.dtype == np.int64 and np.array_equal(places, np.arange(size))
 
 
 def test_a_table_below_and_arithmetic_above(monkeypatch):
     monkeypatch.setattr(shuffle, "TABLE", 100)
     assert np.array_equal(Shuffle(100, 3, 4)(np.arange(100)), permutation(100, 3, 4))
+    assert np.array_equal(Shuffle(100, 3, 4).inverse()(permutation(100, 3, 4)), np.arange(100))
     large = Shuffle(101, 3, 4)
     assert not np.array_equal(large(np.arange(101)), permutation(101, 3, 4))
     order = large(np.arange(101))

@@ -61,13 +61,15 @@ def in_memory(starts):
 
 def test_added_documents_move_no_old_one():
     starts = np.arange(0, 5005, 5)
-    before, _ = sources.split_store(in_memory(starts[:501]), 0.1)
-    after, empty = sources.split_store(in_memory(starts), 0.1)
-    assert 30 < before.sum() < 70 and not empty.any()
-    assert np.array_equal(after[:500], before)
+    few, many = np.arange(500), np.arange(1000)
+    before = sources.split_store(in_memory(starts[:501]), 0.1).held_out(few)
+    after = sources.split_store(in_memory(starts), 0.1)
+    assert 30 < before.sum() < 70 and np.array_equal(after.held_out(few), before)
+    assert after.documents == (1000 - after.held_out(many).sum(), after.held_out(many).sum())
+    assert after.tokens == (5 * after.documents[0], 5 * after.documents[1])
     # Pinned, as a resumed run must see the same split: by SplitMix64, whose first output for 0 is published.
     assert splitmix64(0) == 0xE220A8397B1DCDAF
-    assert np.flatnonzero(after).tolist() == [d for d in range(1000) if splitmix64(d) < 0.1 * 2**64]
+    assert np.flatnonzero(after.held_out(many)).tolist() == [d for d in range(1000) if splitmix64(d) < 0.1 * 2**64]
 
 
 def splitmix64(seed):
@@ -87,6 +89,7 @@ def test_few_documents_still_fill_both_splits(tmp_path, fraction, piece, monkeyp
         both = [open_store(prefix, split=s, validation_fraction=fraction) for s in ("train", "validation")]
         assert min(dataset.num_tokens for dataset in both) > 0
         assert sum(dataset.num_tokens for dataset in both) == sum(lengths)
+        assert [f" {dataset.num_tokens} tokens" in dataset.description for dataset in both] == [True, True]
 
 
 def test_what_cannot_be_trained_on_is_one_line(tmp_path):
@@ -174,7 +177,7 @@ def test_validation_may_be_a_store_of_its_own(tmp_path):
     assert train.identity["data.validation_fraction"] == "0, as data.validation_path is set"
     for path, words in (
         (f"{tmp_path}/missing", f"config.data.validation_path: {tmp_path}/missing.idx: no such file"),
-        (f"{tmp_path}/./a.idx", f"config.data.validation_path: {tmp_path}/a is in config.data.path too"),
+        (f"{tmp_path}/./a.idx", f"config.data.validation_path: {tmp_path}/a.bin is in config.data.path too, as"),
         (f"{tmp_path}/v:0", f"config.data.validation_path: {tmp_path}/v: its weight 0 is not a number above 0"),
     ):
         message = one_line(open_store, tmp_path / "a", split="validation", validation_path=path)
@@ -191,7 +194,7 @@ def test_a_validation_set_smaller_than_a_batch_is_padded_and_one_without_targets
     targets = validation.batch(0, range(8), 8)["targets"]
     assert validation.num_windows == 1 and (targets >= 0).sum() == 2 and (targets[1:] == -1).all()
     write(tmp_path / "t", [[1], [4]] * 20, 64)
-    settings = dataclasses.replace(config.data, path=str(tmp_path / "t"))
+    settings = dataclasses.replace(config.data, validation_path=str(tmp_path / "t"))
     message = one_line(data.open_splits, dataclasses.replace(config, data=settings))
     assert message.startswith("config.eval.batches: no token of the first 2 batches of validation is a target")
     nothing = tiny_config(

@@ -175,7 +175,7 @@ class Reader:
             number += 1
             place = Place(span.path, "line", number, begin)
             at += len(line)
-            self.bytes_read = before + max(min(raw.tell(), span.end) - span.start, 0)
+            self.bytes_read = before + max(min(raw.tell() if packed else at, span.end) - span.start, 0)
             if len(line) > RECORD_BYTES and not line.endswith(b"\n"):
                 raise UserError(f"{place}: has {_too_long()}")
             if number == 1 and not begin:

@@ -1,27 +1,13 @@
 """Token stores on disk, in the format of Megatron-Core's indexed dataset: PREFIX.bin and PREFIX.idx.
 
-PREFIX.bin is the ids of all documents end to end. PREFIX.idx, little-endian and without padding:
-
-    magic              9 bytes     MMIDIDX, two zero bytes
-    version            uint64      1
-    dtype code         uint8       of the ids in PREFIX.bin, see DTYPES
-    sequences          uint64      S
-    document index     uint64      its length, documents + 1
-    sizes              int32 [S]   tokens of each sequence
-    pointers           int64 [S]   byte of PREFIX.bin at which each sequence starts
-    document index     int64 [documents + 1]   first sequence of each document, and S
-
-PREFIX.mask.bin, which is ours and may be absent, is one byte for each id of PREFIX.bin: 1 if the loss counts it
-as a target, 0 if not, as in the prompts of fine-tuning.
-
-A document is any number of sequences that follow each other; here, as Megatron's preprocess_data writes them
-unless it splits sentences, one, and none if it is empty. Multimodal datasets append S modes, int8: not read.
+PREFIX.bin is the ids of all documents end to end; for PREFIX.idx see hybrid_jax.data.store_index. PREFIX.mask.bin,
+which is ours and may be absent, is one byte for each id of PREFIX.bin: 1 if the loss counts it as a target, 0 if not,
+as in the prompts of fine-tuning.
 """
 
 import contextlib
 import hashlib
 import os
-import struct
 import uuid
 import zlib
 from array import array
@@ -32,18 +18,13 @@ from typing import BinaryIO
 
 import numpy as np
 
+from hybrid_jax.data import store_index
 from hybrid_jax.data.manifest import stem
+from hybrid_jax.data.store_index import CHUNK, DTYPES, HEADER, LONGEST, POINTER, SIZE, Index
 from hybrid_jax.errors import UserError
 from hybrid_jax.manifest import checksum
 
-DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_FLOATS = (6, 7)
-_MAGIC = b"MMIDIDX\0\0"
-_VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
-_SIZE, _POINTER, _LEARN = np.dtype("<i4"), np.dtype("<i8"), np.dtype("u1")
-_LONGEST = 2**31 - 1  # a size is an int32
-_CHUNK = 2**20  # entries looked at in one go
+_LEARN = np.dtype("u1")
 _BLOCK_BYTES, _BLOCKS = 2**16, 2**12  # of a sample of the ids
 
 
@@ -67,18 +48,13 @@ class StoreReader:
                     f"PREFIX.bin and PREFIX.idx, named by PREFIX{_stores_in(Path(prefix))}"
                 )
         try:
-            with self.idx.open("rb") as file:
-                self.dtype, self._sequences, self.num_documents = self._read_header(file)
-                size_at = _HEADER.size
-                pointer_at = size_at + self._sequences * _SIZE.itemsize
-                document_at = pointer_at + self._sequences * _POINTER.itemsize
-                self.num_tokens = self._check_sequences(file, size_at, pointer_at)
-                self._one_sequence_each = self._check_documents(file, document_at)
+            self._index = index = Index(self.idx, self.bin)
+            self.dtype, self.num_documents, self.num_tokens = index.dtype, index.num_documents, index.num_tokens
             if not self.num_tokens:
                 raise UserError(f"{self.bin}: holds no token")
-            self._sizes = _mapped(self.idx, _SIZE, size_at, self._sequences)
-            self._pointers = _mapped(self.idx, _POINTER, pointer_at, self._sequences)
-            self._documents = _mapped(self.idx, _POINTER, document_at, self.num_documents + 1)
+            self._sizes = _mapped(self.idx, SIZE, index.size_at, index.num_sequences)
+            self._pointers = _mapped(self.idx, POINTER, index.pointer_at, index.num_sequences)
+            self._documents = _mapped(self.idx, POINTER, index.document_at, self.num_documents + 1)
             self.tokens = _mapped(self.bin, self.dtype, 0, self.num_tokens)
             self.learn = self._map_mask() if self.mask.exists() else None
         except OSError as error:
@@ -94,13 +70,13 @@ class StoreReader:
     def lengths(self, numbers: np.ndarray) -> np.ndarray:
         """Tokens of each of these documents, int64. Looks at 4 bytes of PREFIX.idx for each, or, in a store with
         documents of no or of several sequences, at 16."""
-        if self._one_sequence_each:
+        if self._index.one_sequence_each:
             return self._sizes[numbers].astype(np.int64)
         return self._first_tokens(self._documents[numbers + 1]) - self._first_tokens(self._documents[numbers])
 
     def first_tokens(self, numbers: np.ndarray) -> np.ndarray:
         """Index into `tokens` of the first token of each of these documents, int64."""
-        return self._first_tokens(numbers if self._one_sequence_each else self._documents[numbers])
+        return self._first_tokens(numbers if self._index.one_sequence_each else self._documents[numbers])
 
     def check_ids(self, vocab_size: int, *, sample: bool = False) -> int:
         """The largest id. Raises UserError for one outside [0, vocab_size).
@@ -124,7 +100,7 @@ class StoreReader:
         64 KiB, evenly spaced, the first and the last among them."""
         digest = hashlib.blake2b(digest_size=16)
         with self.idx.open("rb") as file:
-            while piece := file.read(_CHUNK):
+            while piece := file.read(CHUNK):
                 digest.update(piece)
         for _, tokens in self._blocks(sample=True):
             digest.update(tokens.data)
@@ -149,13 +125,13 @@ class StoreReader:
     def _map_mask(self) -> np.ndarray:
         if not self.mask.is_file():
             raise UserError(f"{self.mask}: is a folder, not the loss mask of {self.bin.name}; remove it")
-        self._compare_size(self.mask, self.mask.stat().st_size, self.num_tokens)
+        self._index.compare_size(self.mask, self.mask.stat().st_size, self.num_tokens)
         return _mapped(self.mask, _LEARN, 0, self.num_tokens)
 
     def _first_tokens(self, sequences: np.ndarray) -> np.ndarray:
         """Of sequences given by number; the number after the last one stands for the end."""
-        pointers = self._pointers[np.minimum(sequences, self._sequences - 1)]
-        return np.where(sequences < self._sequences, pointers // self.dtype.itemsize, self.num_tokens)
+        pointers = self._pointers[np.minimum(sequences, self._index.num_sequences - 1)]
+        return np.where(sequences < self._index.num_sequences, pointers // self.dtype.itemsize, self.num_tokens)
 
     def _blocks(
         self, sample: bool, path: Path | None = None, dtype: np.dtype | None = None
@@ -171,88 +147,7 @@ class StoreReader:
             places = list(range(0, self.num_tokens, length))
         with path.open("rb") as file:
             for at in places:
-                yield at, _read(file, path, dtype, at * dtype.itemsize, min(length, self.num_tokens - at))
-
-    def _read_header(self, file: BinaryIO) -> tuple[np.dtype, int, int]:
-        """(dtype of the ids, sequences, documents)."""
-        header = file.read(_HEADER.size)
-        if header[: len(_MAGIC)] != _MAGIC[: len(header)] or not header:
-            raise UserError(f"{self.idx}: is not the index of a token store: it does not begin with MMIDIDX")
-        if len(header) < _HEADER.size:
-            raise UserError(f"{self.idx}: is cut short within its header; write or copy the store again")
-        _, version, code, sequences, index_length = _HEADER.unpack(header)
-        if version == int.from_bytes(_VERSION.to_bytes(8, "big"), "little"):
-            raise UserError(f"{self.idx}: is big-endian, the format is little-endian; write the store again")
-        if version != _VERSION:
-            raise UserError(f"{self.idx}: has version {version} of the format; only version {_VERSION} can be read")
-        if code in _FLOATS:
-            raise UserError(f"{self.idx}: has dtype code {code}, floating-point numbers, which are no token ids")
-        if code not in DTYPES:
-            raise UserError(f"{self.idx}: has the unknown dtype code {code}; known are {', '.join(map(str, DTYPES))}")
-        expected = _HEADER.size + sequences * (_SIZE.itemsize + _POINTER.itemsize) + index_length * _POINTER.itemsize
-        size = os.fstat(file.fileno()).st_size
-        if sequences and size == expected + sequences:
-            raise UserError(f"{self.idx}: is multimodal (a mode for each sequence), which cannot be read; text can")
-        self._compare_size(self.idx, size, expected)
-        if not index_length:
-            raise UserError(f"{self.idx}: has no document index, not even its first entry, 0; write it again")
-        return np.dtype(DTYPES[code]), sequences, index_length - 1
-
-    def _check_sequences(self, file: BinaryIO, size_at: int, pointer_at: int) -> int:
-        """Tokens of all sequences, which must lie in PREFIX.bin without gaps."""
-        there = self.bin.stat().st_size
-        tokens = 0
-        for at in range(0, self._sequences, _CHUNK):
-            count = min(_CHUNK, self._sequences - at)
-            sizes = _read(file, self.idx, _SIZE, size_at + at * _SIZE.itemsize, count)
-            pointers = _read(file, self.idx, _POINTER, pointer_at + at * _POINTER.itemsize, count)
-            if sizes.min() < 0:
-                bad = int(np.argmax(sizes < 0))
-                raise UserError(f"{self.idx}: sequence {at + bad} has {sizes[bad]} tokens; write the store again")
-            ends = tokens + np.cumsum(sizes, dtype=np.int64)
-            expected = (ends - sizes) * self.dtype.itemsize
-            if not np.array_equal(pointers, expected):
-                bad = int(np.argmax(pointers != expected))
-                raise UserError(
-                    f"{self.idx}: sequence {at + bad} starts at byte {pointers[bad]}, "
-                    + (
-                        f"outside the {there} of {self.bin.name}"
-                        if not 0 <= pointers[bad] <= there
-                        else f"but the sizes before it end at {expected[bad]}"
-                    )
-                    + "; write or copy the store again"
-                )
-            tokens = int(ends[-1])
-        self._compare_size(self.bin, there, tokens * self.dtype.itemsize)
-        return tokens
-
-    def _check_documents(self, file: BinaryIO, document_at: int) -> bool:
-        """Whether every document is one sequence."""
-        last, one_each = 0, self.num_documents == self._sequences
-        for at in range(0, self.num_documents + 1, _CHUNK):
-            count = min(_CHUNK, self.num_documents + 1 - at)
-            index = _read(file, self.idx, _POINTER, document_at + at * _POINTER.itemsize, count)
-            if at == 0 and index[0] != 0:
-                raise UserError(f"{self.idx}: its document index begins with {index[0]}, not with 0; write it again")
-            falls = np.diff(index, prepend=last) < 0
-            if falls.any():
-                bad = at + int(np.argmax(falls))
-                raise UserError(f"{self.idx}: its document index falls at entry {bad}; write the store again")
-            last = int(index[-1])
-            one_each = one_each and bool((index == np.arange(at, at + count)).all())
-        if last != self._sequences:
-            raise UserError(
-                f"{self.idx}: its document index ends at sequence {last}, not at {self._sequences}, "
-                "the number of sequences; write the store again"
-            )
-        return one_each
-
-    def _compare_size(self, file: Path, size: int, expected: int) -> None:
-        if size != expected:
-            what = "is cut short" if size < expected else "goes on after its end"
-            raise UserError(
-                f"{file}: {what}: it has {size} bytes, {self.idx.name} makes it {expected}; write or copy it again"
-            )
+                yield at, store_index.read(file, path, dtype, at * dtype.itemsize, min(length, self.num_tokens - at))
 
 
 class StoreWriter:
@@ -321,7 +216,7 @@ class StoreWriter:
         sizes = np.asarray(sizes) if len(sizes) else np.empty(0, np.int64)
         self._check_sizes(sizes, self._uncut)
         with self._errors():
-            self._files[1].write(np.ascontiguousarray(sizes[sizes > 0], _SIZE).data)
+            self._files[1].write(np.ascontiguousarray(sizes[sizes > 0], SIZE).data)
         self._empty.extend((self.num_documents + np.flatnonzero(sizes == 0)).tolist())
         self.num_documents += len(sizes)
         self._uncut = 0
@@ -363,16 +258,16 @@ class StoreWriter:
             raise ValueError("sizes: are no array of integers, of one dimension")
         if (sizes.size and sizes.min() < 0) or int(sizes.sum()) != tokens:
             raise ValueError(f"sizes: do not cut {tokens} tokens")
-        if sizes.size and sizes.max() > _LONGEST:
-            number = self.num_documents + int(np.argmax(sizes > _LONGEST))
-            raise UserError(f"{self.bin}: document {number} has {sizes.max()} tokens, over {_LONGEST}; cut it in parts")
+        if sizes.size and sizes.max() > LONGEST:
+            number = self.num_documents + int(np.argmax(sizes > LONGEST))
+            raise UserError(f"{self.bin}: document {number} has {sizes.max()} tokens, over {LONGEST}; cut it in parts")
 
     def __enter__(self) -> "StoreWriter":
         with self._errors():
             for path in self._scratch:
                 self._files.append(path.open("x+b"))
             # Sizes are the first table, so they can be written as they come; the counts are filled in at the end.
-            self._files[1].write(bytes(_HEADER.size))
+            self._files[1].write(bytes(HEADER.size))
         self._entered = True
         return self
 
@@ -393,24 +288,7 @@ class StoreWriter:
             raise UserError(f"{self.bin}: not written: no document with a token was added")
         if not self._any_learnt:
             raise UserError(f"{self.bin}: not written: its loss mask leaves no token to learn")
-        index = self._files[1]
-        sequences = self.num_documents - len(self._empty)
-        sizes_end = _HEADER.size + sequences * _SIZE.itemsize
-        index.flush()
-        tokens = 0
-        for at in range(0, sequences, _CHUNK):
-            count = min(_CHUNK, sequences - at)
-            sizes = _read(index, self.idx, _SIZE, _HEADER.size + at * _SIZE.itemsize, count)
-            ends = tokens + np.cumsum(sizes, dtype=np.int64)
-            index.seek(sizes_end + at * _POINTER.itemsize)
-            index.write(((ends - sizes) * self.dtype.itemsize).astype(_POINTER).data)
-            tokens = int(ends[-1])
-        empty = np.asarray(self._empty, np.int64)
-        for at in range(0, self.num_documents + 1, _CHUNK):
-            numbers = np.arange(at, min(at + _CHUNK, self.num_documents + 1))
-            index.write((numbers - np.searchsorted(empty, numbers)).astype(_POINTER).data)
-        index.seek(0)
-        index.write(_HEADER.pack(_MAGIC, _VERSION, self.code, sequences, self.num_documents + 1))
+        store_index.finish(self._files[1], self.idx, self.code, self.num_documents, self._empty)
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
@@ -451,12 +329,3 @@ def _stores_in(folder: Path) -> str:
 def _mapped(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
     """Read-only [count]; a plain array, whose slices are cheaper than np.memmap's."""
     return np.asarray(np.memmap(path, dtype, "r", offset, (count,)))
-
-
-def _read(file: BinaryIO, path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-    """[count], in memory. Raises UserError where the file ends before."""
-    file.seek(offset)
-    raw = file.read(count * dtype.itemsize)
-    if len(raw) < count * dtype.itemsize:
-        raise UserError(f"{path}: became shorter while it was read; write or copy the store again")
-    return np.frombuffer(raw, dtype)

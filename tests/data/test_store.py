@@ -144,7 +144,7 @@ def test_batches_of_documents_equal_one_by_one(tmp_path):
 
 
 def test_tables_longer_than_a_chunk(tmp_path, monkeypatch):
-    monkeypatch.setattr("hybrid_jax.data.store._CHUNK", 3)
+    monkeypatch.setattr("hybrid_jax.data.store_index.CHUNK", 3)
     documents = [[n] * (n % 4) for n in range(1, 30)]
     write(tmp_path / "store", documents, 30)
     assert plain_read(tmp_path / "store") == (8, documents)
@@ -293,7 +293,7 @@ def test_a_damaged_store_is_one_line(tmp_path, damage, words, monkeypatch):
     assert message.startswith(f"{tmp_path}/{words}")
     config = DataConfig(source="store", path=str(prefix))
     assert one_line(data.open, config, sequence_length=4, vocab_size=10, seed=1) == f"config.data.path: {message}"
-    monkeypatch.setattr("hybrid_jax.data.store._CHUNK", 1)  # what is wrong shows between two pieces
+    monkeypatch.setattr("hybrid_jax.data.store_index.CHUNK", 1)  # what is wrong shows between two pieces
     assert one_line(StoreReader, prefix) == message
 
 

@@ -19,7 +19,7 @@ from hybrid_jax.errors import UserError
 PIECE_CHARACTERS = 2**18  # `tokenizers` needs about 200 bytes of memory for a character of text without spaces
 RECORD_BYTES = 2**25  # of a line or row, which is in memory whole, up to ten times
 _BLOCK = 2**20  # bytes read at once
-_ROWS = 256  # of .parquet read at once
+_ROWS = 8  # of .parquet read at once
 
 
 class Take(Protocol):
@@ -212,14 +212,19 @@ class Reader:
                 columns = self._take.columns(table.schema_arrow.names)
                 first, groups = _row_groups(table.metadata, span)
                 last = first + sum(table.metadata.row_group(group).num_rows for group in groups)
+                _check_row_groups(table.metadata, groups, columns)
                 row = first
                 for batch in table.iter_batches(_ROWS, groups, columns, use_threads=False):
-                    for record in batch.to_pylist():
-                        row += 1
-                        place = Place(span.path, "row", row)
-                        if text_bytes(record) > RECORD_BYTES:
+                    step = len(batch) if batch.nbytes <= RECORD_BYTES else 1
+                    for at in range(0, len(batch), step):
+                        rows = batch.slice(at, step)
+                        place = Place(span.path, "row", row + 1)
+                        if rows.nbytes > RECORD_BYTES:
                             raise ValueError(f"has {_too_long()}")
-                        yield Document(place, self._pieces(record))
+                        for record in rows.to_pylist():
+                            row += 1
+                            place = Place(span.path, "row", row)
+                            yield Document(place, self._pieces(record))
                     self.bytes_read = before + (span.end - span.start) * (row - first) // max(last - first, 1)
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             raise UserError(f"{span.path}: is not a whole .parquet file: {' '.join(str(error).split())}") from None
@@ -309,6 +314,16 @@ def _row_groups(metadata: Any, span: Span) -> tuple[int, list[int]]:
         elif not found:
             first += group.num_rows
     return first, found
+
+
+def _check_row_groups(metadata: Any, groups: Sequence[int], columns: Sequence[str]) -> None:
+    """Raises ValueError for one that has to hold a row of over RECORD_BYTES, before it is read into memory."""
+    for number in groups:
+        group = metadata.row_group(number)
+        sizes = (group.column(i) for i in range(group.num_columns))
+        size = sum(column.total_uncompressed_size for column in sizes if column.path_in_schema.split(".")[0] in columns)
+        if size > 4 * RECORD_BYTES * max(group.num_rows, 1):  # as statistics and dictionaries are in it too
+            raise ValueError(f"row group {number + 1} has a row of {_too_long()}")
 
 
 def _line_ends(path: str, end: int) -> int:

@@ -8,6 +8,7 @@ import codecs
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -19,7 +20,8 @@ from hybrid_jax.errors import UserError
 PIECE_CHARACTERS = 2**18  # `tokenizers` needs about 200 bytes of memory for a character of text without spaces
 RECORD_BYTES = 2**25  # of a line or row, which is in memory whole, up to ten times
 _BLOCK = 2**20  # bytes read at once
-_ROWS = 256  # of .parquet read at once
+_ROWS = 8  # of .parquet read at once
+_SEAM = re.compile(r"\S\n(?=[^\W_])")  # a line's end, before a letter or digit
 
 
 class Take(Protocol):
@@ -175,7 +177,7 @@ class Reader:
             number += 1
             place = Place(span.path, "line", number, begin)
             at += len(line)
-            self.bytes_read = before + max(min(raw.tell(), span.end) - span.start, 0)
+            self.bytes_read = before + max(min(raw.tell() if packed else at, span.end) - span.start, 0)
             if len(line) > RECORD_BYTES and not line.endswith(b"\n"):
                 raise UserError(f"{place}: has {_too_long()}")
             if number == 1 and not begin:
@@ -212,14 +214,21 @@ class Reader:
                 columns = self._take.columns(table.schema_arrow.names)
                 first, groups = _row_groups(table.metadata, span)
                 last = first + sum(table.metadata.row_group(group).num_rows for group in groups)
+                _check_row_groups(table.metadata, groups, columns)
                 row = first
                 for batch in table.iter_batches(_ROWS, groups, columns, use_threads=False):
-                    for record in batch.to_pylist():
-                        row += 1
-                        place = Place(span.path, "row", row)
-                        if text_bytes(record) > RECORD_BYTES:
+                    step = len(batch) if batch.nbytes <= RECORD_BYTES else 1
+                    for at in range(0, len(batch), step):
+                        rows = batch.slice(at, step)
+                        place = Place(span.path, "row", row + 1)
+                        if step == 1 and rows.nbytes > 2 * RECORD_BYTES:  # before there is a copy of it
                             raise ValueError(f"has {_too_long()}")
-                        yield Document(place, self._pieces(record))
+                        for record in rows.to_pylist():
+                            row += 1
+                            place = Place(span.path, "row", row)
+                            if text_bytes(record) > RECORD_BYTES:
+                                raise ValueError(f"has {_too_long()}")
+                            yield Document(place, self._pieces(record))
                     self.bytes_read = before + (span.end - span.start) * (row - first) // max(last - first, 1)
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             raise UserError(f"{span.path}: is not a whole .parquet file: {' '.join(str(error).split())}") from None
@@ -256,12 +265,11 @@ def text_bytes(value: Any) -> int:
 
 
 def _seam(text: str, low: int, high: int) -> int:
-    last, at = 0, high
-    while (at := text.rfind("\n", low, at)) >= 0:
-        last = last or at + 1
-        if text[at + 1].isalnum() and not text[at - 1].isspace():
-            return at + 1
-    return last or high
+    for begin in (max(low, high - 4096), low):  # it is near in most texts
+        last = max((found.end() for found in _SEAM.finditer(text, begin - 1, high + 1)), default=0)
+        if last:
+            return last
+    return text.rfind("\n", low, high) + 1 or high
 
 
 def _without_mark(path: str, first: bytes) -> bytes:
@@ -309,6 +317,16 @@ def _row_groups(metadata: Any, span: Span) -> tuple[int, list[int]]:
         elif not found:
             first += group.num_rows
     return first, found
+
+
+def _check_row_groups(metadata: Any, groups: Sequence[int], columns: Sequence[str]) -> None:
+    """Raises ValueError for one that has to hold a row of over RECORD_BYTES, before it is read into memory."""
+    for number in groups:
+        group = metadata.row_group(number)
+        sizes = (group.column(i) for i in range(group.num_columns))
+        size = sum(column.total_uncompressed_size for column in sizes if column.path_in_schema.split(".")[0] in columns)
+        if size > 4 * RECORD_BYTES * max(group.num_rows, 1):  # as statistics and dictionaries are in it too
+            raise ValueError(f"row group {number + 1} has a row of {_too_long()}")
 
 
 def _line_ends(path: str, end: int) -> int:

@@ -28,6 +28,7 @@ import numpy as np
 from hybrid_jax.data.documents import Field, Place, Reader, Records, Take
 from hybrid_jax.data.inputs import Span
 from hybrid_jax.data.records import NOTHING_LEARNT
+from hybrid_jax.data.store_index import LONGEST
 from hybrid_jax.data.streams import Rows
 from hybrid_jax.data.vocabulary import Encoder, Vocabulary
 from hybrid_jax.errors import UserError
@@ -35,7 +36,6 @@ from hybrid_jax.errors import UserError
 CALL_CHARACTERS = 2**16  # encoded at once: what comes of them stays in a core's cache
 SIZES = np.dtype("<i8")
 COUNTS = ("documents", "tokens", "text_bytes", "empty", "replaced")
-_LONGEST = 2**31 - 1  # tokens of a document of a store
 _DIGEST_BYTES = 2**20  # read at once
 
 
@@ -185,7 +185,7 @@ class _Ids:
         learnt = np.asarray(self._learnt, bool)
         counts = self._by_document(np.stack([lengths, np.asarray(self._sizes, np.int64), lengths * learnt], axis=1))
         whole, last = counts[:-1], np.asarray(self._stops, np.int64) - 1
-        self._refuse(counts[:, 0] > _LONGEST, f"has over {_LONGEST} tokens; cut it in parts")
+        self._refuse(counts[:, 0] > LONGEST, f"has over {LONGEST} tokens; cut it in parts")
         if self._records:  # of which the last id ends the document
             self._refuse(whole[:, 2] <= learnt[last], f"{NOTHING_LEARNT}; mend or remove it")
         empty = whole[:, 0] == self._appends

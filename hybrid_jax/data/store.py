@@ -32,12 +32,11 @@ from typing import BinaryIO
 import numpy as np
 
 from hybrid_jax.data.manifest import stem
-from hybrid_jax.data.store_index import CHUNK, DTYPES, HEADER, MAGIC, POINTER, SIZE, VERSION, Index, read
+from hybrid_jax.data.store_index import CHUNK, DTYPES, HEADER, LONGEST, MAGIC, POINTER, SIZE, VERSION, Index, read
 from hybrid_jax.errors import UserError
 from hybrid_jax.manifest import checksum
 
 _LEARN = np.dtype("u1")
-_LONGEST = 2**31 - 1  # a size is an int32
 _BLOCK_BYTES, _BLOCKS = 2**16, 2**12  # of a sample of the ids
 
 
@@ -275,9 +274,9 @@ class StoreWriter:
             raise ValueError("sizes: are no array of integers, of one dimension")
         if (sizes.size and sizes.min() < 0) or int(sizes.sum()) != tokens:
             raise ValueError(f"sizes: do not cut {tokens} tokens")
-        if sizes.size and sizes.max() > _LONGEST:
-            number = self.num_documents + int(np.argmax(sizes > _LONGEST))
-            raise UserError(f"{self.bin}: document {number} has {sizes.max()} tokens, over {_LONGEST}; cut it in parts")
+        if sizes.size and sizes.max() > LONGEST:
+            number = self.num_documents + int(np.argmax(sizes > LONGEST))
+            raise UserError(f"{self.bin}: document {number} has {sizes.max()} tokens, over {LONGEST}; cut it in parts")
 
     def __enter__(self) -> "StoreWriter":
         with self._errors():

@@ -15,6 +15,7 @@ MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 SIZE, POINTER = np.dtype("<i4"), np.dtype("<i8")
+LONGEST = 2**31 - 1  # a size is an int32
 CHUNK = 2**18  # entries looked at in one go
 
 

@@ -119,6 +119,8 @@ TABLE = [
     ("a.parquet", lambda: parquet({"text": ["a", "b", ""]}, row_group_size=1), ["a", "b"]),
     ("a.parquet", lambda: parquet({"text": ["x" * LIMIT]}), ["x" * LIMIT]),
     ("a.parquet", lambda: parquet({"text": ["a", "x" * (LIMIT + 1)]}), f"IN: row 2: {TOO_LONG}"),
+    ("a.parquet", lambda: parquet({"text": ["b" * LIMIT] * 9, "id": ["x" * LIMIT] * 9}), ["b" * LIMIT] * 9),
+    ("a.parquet", lambda: parquet({"text": ["a" * 20 * LIMIT]}), f"IN: row group 1 has a row of {TOO_LONG[4:]}"),
     (
         "a.parquet",
         lambda: parquet({"text": ["a"] * 700 + [None]}, row_group_size=100),
@@ -136,8 +138,8 @@ TABLE = [
     ("a.csv", b"text", f"--input: IN: this kind of file cannot be read ({ACCEPTED} can)"),
     ("a", b"text", f"--input: IN: this kind of file cannot be read ({ACCEPTED} can)"),
     ("two\nlines.jsonl", b"[]\n", "OUT/two lines.jsonl: line 1: is not a JSON object"),
-    (os.fsdecode(b"caf\xe9.txt"), b"text", ["text"]),
-    (os.fsdecode(b"caf\xe9.jsonl"), b"[]\n", "OUT/caf"),
+    (os.fsdecode(b"nam\xe9.txt"), b"text", ["text"]),
+    (os.fsdecode(b"nam\xe9.jsonl"), b"[]\n", "OUT/nam"),
     ("UPPER.TXT", b"text", ["text"]),
 ]
 

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hybrid_jax import pattern as pattern_lib
+from hybrid_jax import sharding
 from hybrid_jax.config import ModelConfig
-from hybrid_jax.kernels import RESIDUAL
+from hybrid_jax.kernels import RESIDUAL, dispatch
 from hybrid_jax.kernels.documents import number_documents
 from hybrid_jax.kernels.precision import upcast
-from hybrid_jax.layers.context import MIXER_IN, Context, count_positions
+from hybrid_jax.layers.context import GATHERED, MIXER_IN, Context, count_positions
 from hybrid_jax.layers.gdn import GDN
 from hybrid_jax.layers.gqa import GQA
 from hybrid_jax.layers.kda import KDA
@@ -62,11 +63,13 @@ class Sublayer(nnx.Module):
 
 def _remat(fn, policy: str, in_scan: bool):
     """`fn` under the policy of config.model.remat. The backward pass recomputes nothing (none), all but matrix
-    products (dots), all but what goes into the sequence operations and what they keep (names), or all (full).
+    products (dots), all but what goes into the sequence operations and what they keep (names), or all (full). Weights
+    that were gathered from other devices are gathered again under each of them.
     """
-    if policy == "none":
+    if policy == "none" and not dispatch.splits_weights():
         return fn
     policies = {
+        "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         "names": jax.checkpoint_policies.save_only_these_names(MIXER_IN, RESIDUAL),
         "full": jax.checkpoint_policies.nothing_saveable,
@@ -81,12 +84,14 @@ class Model:
 
     cfg: sizes and pattern. backend, attention: what runs the mixers and softmax attention (config.kernels).
     compute_dtype: of activations and matrix products, "bfloat16" or "float32".
+    table: how weights lie on the mesh.
     """
 
     cfg: ModelConfig
     backend: str = "auto"
     compute_dtype: str = "bfloat16"
     attention: str = "auto"
+    table: sharding.Table = sharding.TABLE
 
     @functools.cached_property
     def _parts(self) -> tuple[str, int, str]:
@@ -154,10 +159,12 @@ class Model:
         unit, repeats, tail = self._parts
 
         def apply(symbol: str, weights: Params, x, ctx: Context, state):
+            weights = self._gathered(weights)
             graph, structure = self._definitions[symbol]
             module = nnx.merge(graph, jax.tree.unflatten(structure, jax.tree.leaves(weights)))
             with jax.named_scope(pattern_lib.NAMES[symbol].lower()):
-                return module(x, ctx, state)
+                x, state = module(x, ctx, state)
+                return dispatch.constrain(x, "B"), state
 
         def train(symbol: str, weights: Params, x, ctx: Context):
             return apply(symbol, weights, x, ctx, None)[0]
@@ -183,11 +190,26 @@ class Model:
                 x, new_states[name] = through(symbols, params[name], x, state, False)
         return x, new_states
 
+    def _gathered(self, params: Params) -> Params:
+        return sharding.gather(params, self.compute_dtype, self.table)
+
     def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:
-        return params["embed"]["weight"][tokens].astype(self.compute_dtype)
+        table = self._gathered({"embed": params["embed"]})["embed"]["weight"]
+        axis = dispatch.tensor_axis(table.shape[0])
+        if axis is None:
+            return dispatch.constrain(table[tokens].astype(self.compute_dtype), "B")
+
+        def rows(table, tokens):  # of the ids that lie here
+            at = tokens - jax.lax.axis_index(axis) * table.shape[0]
+            here = (at >= 0) & (at < table.shape[0])
+            x = jnp.where(here[..., None], table[jnp.where(here, at, 0)], 0)
+            return (jax.lax.psum(x.astype(self.compute_dtype), axis),)
+
+        return dispatch.over_devices(rows, ("H", "B"), ("B",))(table, tokens)[0]
 
     def _head(self, params: Params) -> jax.Array:
-        return params["embed" if self.cfg.tie_word_embeddings else "lm_head"]["weight"]
+        name = "embed" if self.cfg.tie_word_embeddings else "lm_head"
+        return self._gathered({name: params[name]})[name]["weight"]
 
     def hidden(self, params: Params, tokens: jax.Array, segment_ids=None, positions=None) -> jax.Array:
         """The final norm's output [B, T, D] in compute_dtype for tokens [B, T] i32 in [0, V).

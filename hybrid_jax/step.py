@@ -54,7 +54,7 @@ class Programs:
     @functools.cached_property
     def model(self) -> Model:
         kernels = self.cfg.kernels
-        return Model(self.cfg.model, kernels.backend, self.cfg.train.compute_dtype, kernels.attention)
+        return Model(self.cfg.model, kernels.backend, self.cfg.train.compute_dtype, kernels.attention, self.table)
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:
@@ -66,7 +66,7 @@ class Programs:
     def state(self) -> State:
         """The train state as ShapeDtypeStructs with their shardings."""
         shapes = jax.eval_shape(self._init, jax.random.key(0))
-        return sharding.abstract(shapes, sharding.shardings(shapes, self.mesh, self.table))
+        return sharding.abstract(shapes, sharding.shardings(shapes, self.mesh, self.table, self.cfg.mesh.zero))
 
     @functools.cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -76,8 +76,8 @@ class Programs:
         return dict.fromkeys(BATCH_KEYS, one)
 
     @functools.cached_property
-    def _param_shardings(self) -> PyTree:
-        return jax.tree.map(lambda x: x.sharding, self.state["params"])
+    def _gradient_shardings(self) -> PyTree:
+        return jax.tree.map(lambda x: x.sharding, self.state["opt_state"]["mu"])
 
     @functools.cached_property
     def groups(self) -> list[tuple[str, int]]:
@@ -130,7 +130,7 @@ class Programs:
         def one(micro: Batch) -> tuple[dict[str, jax.Array], PyTree]:
             (objective, parts), grads = jax.value_and_grad(self.model.loss, has_aux=True)(params, micro, total)
             loss = (parts["loss_sum"] - parts["z_loss_sum"]) / total
-            grads = jax.lax.with_sharding_constraint(grads, self._param_shardings)
+            grads = jax.lax.with_sharding_constraint(grads, self._gradient_shardings)
             return {"objective": objective, "loss": loss}, grads
 
         steps = batch["tokens"].shape[0]
@@ -143,7 +143,7 @@ class Programs:
 
             zero = {"objective": jnp.zeros((), jnp.float32), "loss": jnp.zeros((), jnp.float32)}
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-            zeros = jax.lax.with_sharding_constraint(zeros, self._param_shardings)
+            zeros = jax.lax.with_sharding_constraint(zeros, self._gradient_shardings)
             (values, grads), _ = jax.lax.scan(add, (zero, zeros), batch)
         return {**values, "count": count}, grads
 

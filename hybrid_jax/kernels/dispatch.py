@@ -5,6 +5,7 @@ A named backend runs or raises: nothing falls back in silence. The log says once
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Collection
 
 import jax
@@ -15,6 +16,8 @@ from hybrid_jax.kernels import launch
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
 BATCH_AXES = ("data", "fsdp")  # mesh axes over which rows of a batch are split
+TENSOR_AXIS = "tensor"  # the one over which heads, columns and the vocabulary are
+WEIGHT_AXES = ("fsdp", TENSOR_AXIS)  # those over which weights may be
 
 log = logging.getLogger(__name__)
 
@@ -65,35 +68,76 @@ def _say(op: str, backend: str, reason: str) -> None:
     log.info("kernels: %s runs on the %r backend%s", op, backend, note)
 
 
-def batch_axes() -> tuple[str, ...]:
-    """The axes of the current mesh (see jax.set_mesh) that split a batch over more than one device."""
+def split_axes(axes: Collection[str]) -> tuple[str, ...]:
+    """Those of `axes` that split something over more than one device in the current mesh (see jax.set_mesh), and are
+    not split already by a shard_map around."""
     mesh = jax.sharding.get_abstract_mesh()
-    auto = jax.sharding.AxisType.Auto
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return tuple(a for a in BATCH_AXES if mesh.shape.get(a, 1) > 1 and types[a] == auto)
+    free = _free_axes(mesh)
+    return tuple(a for a in axes if a in free and mesh.shape[a] > 1)
 
 
-def over_batch(fn: Callable) -> Callable:
-    """Wraps `fn` in jax.shard_map over the batch axes of the current mesh.
+def _free_axes(mesh) -> set[str]:
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {axis for axis, kind in types if kind == jax.sharding.AxisType.Auto}
 
-    The wrapped function takes `fn`'s positional arguments; every array's leading axis is the batch B, except in
-    the tuple `replicated`, which is passed after them whole. All outputs have the leading axis B. Rows that do
-    not divide over the devices (one prompt being continued, say) are computed by each device.
+
+def batch_axes() -> tuple[str, ...]:
+    """The axes of the current mesh that split a batch over more than one device."""
+    return split_axes(BATCH_AXES)
+
+
+def splits_weights() -> bool:
+    """Whether the current mesh has devices that hold parts of a weight: joined weights would have to be cut anew."""
+    return bool(split_axes(WEIGHT_AXES))
+
+
+def tensor_axis(size: int) -> str | None:
+    """The axis of the current mesh over which `size` heads, columns or ids are split, None if they are not."""
+    axes = split_axes((TENSOR_AXIS,))
+    return axes[0] if axes and size % jax.sharding.get_abstract_mesh().shape[axes[0]] == 0 else None
+
+
+def constrain(x: jax.Array, layout: str) -> jax.Array:
+    """`x` laid out over the current mesh as `layout` says, see `over_devices`; so is its gradient."""
+    batch, tensor = batch_axes(), split_axes((TENSOR_AXIS,))
+    return jax.lax.with_sharding_constraint(x, _spec(layout, batch, tensor)) if batch or tensor else x
+
+
+def _spec(layout: str, batch: tuple[str, ...], tensor: tuple[str, ...]) -> PartitionSpec:
+    axes = {"B": batch or None, "H": tensor or None, ".": None}
+    return PartitionSpec(*(axes[c] for c in layout))
+
+
+def over_devices(fn: Callable, inputs: Collection[str], outputs: Collection[str]) -> Callable:
+    """Wraps `fn` in jax.shard_map over the axes of the current mesh.
+
+    inputs, outputs: a layout for each array, a letter an axis from the left: B is split as the batch is, H as heads (or
+    columns, or the vocabulary) are, "." and what is left over are whole. Where rows do not divide over the devices (one
+    prompt being continued, say), or heads do not, each device computes them all. None stands for no array.
     """
 
     @functools.wraps(fn)
-    def call(*batched, replicated: tuple = ()):
-        axes = batch_axes()
+    def call(*arrays):
         mesh = jax.sharding.get_abstract_mesh()
-        parts = 1
-        for axis in axes:
-            parts *= mesh.shape[axis]
-        if parts == 1 or batched[0].shape[0] % parts:
-            return fn(*batched, *replicated)
-        rows, whole = PartitionSpec(axes), PartitionSpec()
-        specs = (rows,) * len(batched) + (whole,) * len(replicated)
+
+        def fitting(letter: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+            parts = math.prod(mesh.shape[axis] for axis in axes)
+            sizes = (
+                x.shape[i]
+                for x, layout in zip(arrays, inputs, strict=True)
+                if x is not None
+                for i, c in enumerate(layout)
+                if c == letter
+            )
+            return axes if all(size % parts == 0 for size in sizes) else ()
+
+        batch, tensor = fitting("B", batch_axes()), fitting("H", split_axes((TENSOR_AXIS,)))
+        if not batch and not tensor:
+            return fn(*arrays)
+        ins = tuple(_spec(layout, batch, tensor) for layout in inputs)
+        outs = tuple(_spec(layout, batch, tensor) for layout in outputs)
         # check_vma rejects custom_vjp rules and scan carries that start from zeros.
-        split = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
-        return split(*batched, *replicated)
+        split = jax.shard_map(fn, in_specs=ins, out_specs=outs, axis_names=_free_axes(mesh), check_vma=False)
+        return split(*arrays)
 
     return call

@@ -5,12 +5,14 @@ Shapes: B batch, T time, D model, I inner (expand x D), H heads, P head channels
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from hybrid_jax.kernels import dispatch
 from hybrid_jax.kernels.mamba2 import ssd
 from hybrid_jax.kernels.precision import upcast
-from hybrid_jax.layers.context import MIXER_IN, Context
+from hybrid_jax.layers.context import GATHERED, MIXER_IN, Context
 from hybrid_jax.layers.conv import ShortConv, short_conv
 from hybrid_jax.layers.gates import a_log_init, dt_bias_init
 from hybrid_jax.layers.linear import Linear, matmul
@@ -50,17 +52,27 @@ class Mamba2(nnx.Module):
         cfg = self.cfg
         Bsz, T, _ = x.shape
         G, N = cfg.n_groups, cfg.state_size
-        zxbcdt = matmul(x, self.in_proj.weight[...])
-        z, xbc, dt = jnp.split(zxbcdt, [self.inner, zxbcdt.shape[-1] - self.heads], axis=-1)
-        xbc, conv_state = short_conv(
-            xbc,
-            self.conv1d.weight[...],
-            self.conv1d.bias[...],
-            initial_state=None if state is None else state["conv"],
-            segment_ids=ctx.segment_ids,
-        )
-        xbc = checkpoint_name(xbc, MIXER_IN)
-        u, B, C = jnp.split(xbc, [self.inner, self.inner + G * N], axis=-1)
+        widths = [self.inner, self.inner, G * N, G * N, self.heads]
+        edges = np.cumsum(widths)[:-1]
+        taps, bias = self.conv1d.weight[...], self.conv1d.bias[...]
+        before = None if state is None else state["conv"]
+        if dispatch.splits_weights():  # each of z, x, B, C and dt by heads; the gradient is whole before it is joined
+            parts = jnp.split(self.in_proj.weight[...], edges, axis=1)
+            parts = [dispatch.constrain(dispatch.constrain(w, ".."), ".H") for w in parts]
+            z, *xbc, dt = (matmul(x, checkpoint_name(w, GATHERED)) for w in parts)
+            inner = np.cumsum(widths[1:3])
+            taps, biases = jnp.split(taps, inner), jnp.split(bias, inner)
+            states = [None] * 3 if before is None else jnp.split(before, inner, axis=-1)
+        else:
+            z, joined, dt = jnp.split(matmul(x, self.in_proj.weight[...]), edges[[0, 3]], axis=-1)
+            xbc, taps, biases, states = [joined], [taps], [bias], [before]
+        convolved = [
+            short_conv(y, w, b, initial_state=s, segment_ids=ctx.segment_ids)
+            for y, w, b, s in zip(xbc, taps, biases, states, strict=True)
+        ]
+        xbc = [checkpoint_name(y, MIXER_IN) for y, _ in convolved]
+        conv_state = jnp.concatenate([final for _, final in convolved], axis=-1)
+        u, B, C = xbc if len(xbc) == 3 else jnp.split(xbc[0], np.cumsum(widths[1:3]), axis=-1)
         dt = jax.nn.softplus(upcast(dt) + self.dt_bias[...])
         y, ssm_state = ssd(
             u.reshape(Bsz, T, self.heads, cfg.head_dim),

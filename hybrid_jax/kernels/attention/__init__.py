@@ -42,18 +42,19 @@ def attention(
     if decoding:
 
         def decode(q, k, v, q_offset):
-            return attention_reference(q, k, v, None, scale, q_offset)
+            return (attention_reference(q, k, v, None, scale, q_offset),)
 
-        return dispatch.over_batch(decode)(q, k, v, replicated=(jnp.asarray(q_offset, jnp.int32),))
+        split = dispatch.over_devices(decode, ("B.H", "B.H", "B.H", ""), ("B.H",))
+        return split(q, k, v, jnp.asarray(q_offset, jnp.int32))[0]
 
     fn = {"reference": attention_reference, "chunked": attention_chunked}[name]
     if segment_ids is None:
         segment_ids = jnp.zeros((B, T), jnp.int32)
 
     def rows(q, k, v, segment_ids):
-        return fn(q, k, v, segment_ids, scale)
+        return (fn(q, k, v, segment_ids, scale),)
 
-    return dispatch.over_batch(rows)(q, k[:, :T], v[:, :T], segment_ids)
+    return dispatch.over_devices(rows, ("B.H", "B.H", "B.H", "B"), ("B.H",))(q, k[:, :T], v[:, :T], segment_ids)[0]
 
 
 def _check_shapes(q, k, v, segment_ids, decoding: bool) -> None:

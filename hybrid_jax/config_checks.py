@@ -244,7 +244,10 @@ def _check_tensor(model: ModelConfig, ways: int) -> None:
         "S": [("mamba2.n_groups", mamba2.n_groups)],  # whose multiple the heads are
         "-": [("intermediate_size", model.intermediate_size)],
     }
-    for name, size in [("vocab_size", model.vocab_size), *(pair for s in sorted(set(model.layout)) for pair in sizes[s])]:
+    for name, size in [
+        ("vocab_size", model.vocab_size),
+        *(pair for s in sorted(set(model.layout)) for pair in sizes[s]),
+    ]:
         if size % ways:
             fitting = [n for n in range(1, ways) if size % n == 0]
             raise UserError(

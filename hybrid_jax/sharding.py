@@ -39,9 +39,9 @@ AXES = ("data", "fsdp", "tensor")
 _COLUMNS, _ROWS = PartitionSpec("fsdp", "tensor"), PartitionSpec("tensor", "fsdp")
 _WHOLE_HEADS = PartitionSpec(("fsdp", "tensor"), None)  # used whole on each device of "tensor"
 
-# (regex that must match the END of a dotted parameter path, spec of ONE layer's parameter); the first match wins. An axis
-# that does not divide is left out, see `fitted`. Moments and gradients have their parameter's path as a suffix, so one
-# rule covers all three.
+# (regex that must match the END of a dotted parameter path, spec of ONE layer's parameter); the first match wins. Axes that
+# do not divide are left out, see `fitted`. Moments and gradients have their parameter's path as a suffix, so one rule
+# covers all three.
 TABLE: Table = (
     (r"embed\.weight|lm_head\.weight", _ROWS),  # by vocabulary
     (r"mlp\.(gate|up)_proj\.weight", _COLUMNS),
@@ -131,8 +131,8 @@ def shardings(tree: PyTree, mesh: Mesh, table: Table = TABLE, zero: int = 3) -> 
 
 
 def gather(params: PyTree, dtype: Any, table: Table = TABLE) -> PyTree:
-    """`params`, a tree without stacked ones, each whole over "fsdp" on every device; arrays of two axes as `dtype` holds
-    them, in their own type.
+    """`params`, a tree without stacked ones, each whole over "fsdp" on every device; arrays of two axes rounded to
+    `dtype`, but in their own type.
 
     Their gradients come back in the parameters' own shardings, added up in the parameters' type. Nothing happens where
     the current mesh has no such axis.
@@ -145,7 +145,8 @@ def gather(params: PyTree, dtype: Any, table: Table = TABLE) -> PyTree:
     def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         spec = spec_of(path_str(path), x.ndim, table)
         here = fitted(spec, x.shape, sizes)
-        whole = PartitionSpec(*(None if "fsdp" in _axes(wanted) else found for wanted, found in zip_longest(spec, here)))
+        entries = zip_longest(spec, here)
+        whole = PartitionSpec(*(None if "fsdp" in _axes(wanted) else found for wanted, found in entries))
         whole = whole if any(whole) else PartitionSpec()
         if here == whole:
             return x

@@ -127,7 +127,8 @@ class Programs:
         """
         count = jnp.sum(batch["targets"] >= 0).astype(jnp.float32)
         total = jnp.maximum(count, 1.0)
-        accumulate, copies = self._accumulated, dispatch.split_axes(("data",))
+        accumulate: Callable[..., Any] = self._accumulated
+        copies = dispatch.split_axes(("data",))
         if copies and batch["tokens"].shape[0] > 1:
             # Each copy adds up the gradients of its own rows; what the copies have is added once.
             def of_one_copy(*arguments: Any) -> Any:

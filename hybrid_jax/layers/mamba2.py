@@ -3,6 +3,8 @@
 Shapes: B batch, T time, D model, I inner (expand x D), H heads, P head channels, G groups, N state, W taps.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,21 +56,22 @@ class Mamba2(nnx.Module):
         G, N = cfg.n_groups, cfg.state_size
         widths = [self.inner, self.inner, G * N, G * N, self.heads]
         edges = np.cumsum(widths)[:-1]
-        taps, bias = self.conv1d.weight[...], self.conv1d.bias[...]
-        before = None if state is None else state["conv"]
+        taps: Any = self.conv1d.weight[...]
+        bias: Any = self.conv1d.bias[...]
+        before: Any = None if state is None else state["conv"]
         if dispatch.splits_weights():  # each of z, x, B, C and dt by heads; the gradient is whole before it is joined
             parts = jnp.split(self.in_proj.weight[...], edges, axis=1)
             parts = [dispatch.constrain(dispatch.constrain(w, ".."), ".H") for w in parts]
             z, *xbc, dt = (matmul(x, checkpoint_name(w, GATHERED)) for w in parts)
             inner = np.cumsum(widths[1:3])
-            taps, biases = jnp.split(taps, inner), jnp.split(bias, inner)
-            states = [None] * 3 if before is None else jnp.split(before, inner, axis=-1)
+            taps, bias = jnp.split(taps, inner), jnp.split(bias, inner)
+            before = [None] * 3 if before is None else jnp.split(before, inner, axis=-1)
         else:
             z, joined, dt = jnp.split(matmul(x, self.in_proj.weight[...]), edges[[0, 3]], axis=-1)
-            xbc, taps, biases, states = [joined], [taps], [bias], [before]
+            xbc, taps, bias, before = [joined], [taps], [bias], [before]
         convolved = [
             short_conv(y, w, b, initial_state=s, segment_ids=ctx.segment_ids)
-            for y, w, b, s in zip(xbc, taps, biases, states, strict=True)
+            for y, w, b, s in zip(xbc, taps, bias, before, strict=True)
         ]
         xbc = [checkpoint_name(y, MIXER_IN) for y, _ in convolved]
         conv_state = jnp.concatenate([final for _, final in convolved], axis=-1)

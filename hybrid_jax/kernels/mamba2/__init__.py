@@ -49,8 +49,8 @@ def ssd(
     if segment_ids is None:
         segment_ids = jnp.zeros((batch, T), jnp.int32)
 
-    def rows(*arrays):
-        return fn(*arrays, chunk_size)
+    def rows(x, dt, A, B, C, D, initial_state, segment_ids):
+        return fn(x, dt, A, B, C, D, initial_state, segment_ids, chunk_size)
 
     layouts = ("B.H", "B.H", "H", "B.H", "B.H", "H", "BH", "B")
     return dispatch.over_devices(rows, layouts, ("B.H", "BH"))(x, dt, A, B, C, D, initial_state, segment_ids)

@@ -40,8 +40,8 @@ _COLUMNS, _ROWS = PartitionSpec("fsdp", "tensor"), PartitionSpec("tensor", "fsdp
 _WHOLE_HEADS = PartitionSpec(("fsdp", "tensor"), None)  # used whole on each device of "tensor"
 
 # (regex that must match the END of a dotted parameter path, spec of ONE layer's parameter); the first match wins. Axes
-# that do not divide are left out, see `fitted`. Moments and gradients have their parameter's path as a suffix, so one rule
-# covers all three.
+# that do not divide are left out, see `fitted`. Moments and gradients have their parameter's path as a suffix, so one
+# rule covers all three.
 TABLE: Table = (
     (r"embed\.weight|lm_head\.weight", _ROWS),  # by vocabulary
     (r"mlp\.(gate|up)_proj\.weight", _COLUMNS),

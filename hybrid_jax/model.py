@@ -20,11 +20,11 @@ from hybrid_jax.config import ModelConfig
 from hybrid_jax.kernels import RESIDUAL, dispatch
 from hybrid_jax.kernels.documents import number_documents
 from hybrid_jax.kernels.precision import upcast
-from hybrid_jax.layers.context import GATHERED, MIXER_IN, Context, count_positions
+from hybrid_jax.layers.context import MIXER_IN, Context, count_positions
 from hybrid_jax.layers.gdn import GDN
 from hybrid_jax.layers.gqa import GQA
 from hybrid_jax.layers.kda import KDA
-from hybrid_jax.layers.linear import matmul
+from hybrid_jax.layers.linear import Linear, matmul
 from hybrid_jax.layers.mamba2 import Mamba2
 from hybrid_jax.layers.mla import MLA
 from hybrid_jax.layers.mlp import SwiGLU
@@ -63,13 +63,11 @@ class Sublayer(nnx.Module):
 
 def _remat(fn, policy: str, in_scan: bool):
     """`fn` under the policy of config.model.remat. The backward pass recomputes nothing (none), all but matrix
-    products (dots), all but what goes into the sequence operations and what they keep (names), or all (full). Weights
-    that were gathered from other devices are gathered again under each of them.
+    products (dots), all but what goes into the sequence operations and what they keep (names), or all (full).
     """
-    if policy == "none" and not dispatch.splits_weights():
+    if policy == "none":
         return fn
     policies = {
-        "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         "names": jax.checkpoint_policies.save_only_these_names(MIXER_IN, RESIDUAL),
         "full": jax.checkpoint_policies.nothing_saveable,
@@ -106,6 +104,9 @@ class Model:
         found = {}
         for symbol in sorted(set(self.cfg.layout)):
             module = nnx.eval_shape(lambda s=symbol: Sublayer(self.cfg, s, nnx.Rngs(0)))
+            for path, layer in nnx.iter_graph(module):
+                if isinstance(layer, Linear):
+                    layer.spec = sharding.spec_of(".".join(map(str, (*path, "weight"))), 2, self.table)
             graph, state = nnx.split(module)
             found[symbol] = (graph, jax.tree.structure(state))
         return found
@@ -159,7 +160,6 @@ class Model:
         unit, repeats, tail = self._parts
 
         def apply(symbol: str, weights: Params, x, ctx: Context, state):
-            weights = self._gathered(weights)
             graph, structure = self._definitions[symbol]
             module = nnx.merge(graph, jax.tree.unflatten(structure, jax.tree.leaves(weights)))
             with jax.named_scope(pattern_lib.NAMES[symbol].lower()):
@@ -190,11 +190,12 @@ class Model:
                 x, new_states[name] = through(symbols, params[name], x, state, False)
         return x, new_states
 
-    def _gathered(self, params: Params) -> Params:
-        return sharding.gather(params, self.compute_dtype, self.table)
+    def _gathered(self, params: Params, name: str) -> jax.Array:
+        path = f"{name}.weight"
+        return dispatch.gather(params[name]["weight"], sharding.spec_of(path, 2, self.table), self.compute_dtype)
 
     def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:
-        table = self._gathered({"embed": params["embed"]})["embed"]["weight"]
+        table = self._gathered(params, "embed")
         axis = dispatch.tensor_axis(table.shape[0])
         if axis is None:
             return dispatch.constrain(table[tokens].astype(self.compute_dtype), "B")
@@ -208,8 +209,7 @@ class Model:
         return dispatch.over_devices(rows, ("H", "B"), ("B",))(table, tokens)[0]
 
     def _head(self, params: Params) -> jax.Array:
-        name = "embed" if self.cfg.tie_word_embeddings else "lm_head"
-        return self._gathered({name: params[name]})[name]["weight"]
+        return self._gathered(params, "embed" if self.cfg.tie_word_embeddings else "lm_head")
 
     def hidden(self, params: Params, tokens: jax.Array, segment_ids=None, positions=None) -> jax.Array:
         """The final norm's output [B, T, D] in compute_dtype for tokens [B, T] i32 in [0, V).

@@ -5,27 +5,23 @@ cut: ZeRO-3, or with mesh.zero = 1 the moments alone) and "tensor" (heads, colum
 are the innermost, neighbouring devices: data x fsdp is hybrid sharding, copies between hosts and cuts inside one.
 
 All are Auto axes: the compiler places what is between, so the state's shardings are given explicitly on the way in AND
-out of the step, and gradients are constrained to their parameter's. A sublayer's weights are gathered over "fsdp", in
-the compute dtype, where it begins, and again in the backward pass (`gather`); their gradients are added up in fp32.
+out of the step, and gradients are constrained to their parameter's. A weight is gathered over "fsdp" where it is
+multiplied with, in the compute dtype, and again in the backward pass (layers.linear); gradients are added up in fp32.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hybrid_jax import config_checks
 from hybrid_jax.errors import UserError
 from hybrid_jax.kernels import dispatch
-from hybrid_jax.layers.context import GATHERED
 from hybrid_jax.optimizer import STACKED, path_str
 
 if TYPE_CHECKING:
@@ -40,8 +36,8 @@ _COLUMNS, _ROWS = PartitionSpec("fsdp", "tensor"), PartitionSpec("tensor", "fsdp
 _WHOLE_HEADS = PartitionSpec(("fsdp", "tensor"), None)  # used whole on each device of "tensor"
 
 # (regex that must match the END of a dotted parameter path, spec of ONE layer's parameter); the first match wins. Axes
-# that do not divide are left out, see `fitted`. Moments and gradients have their parameter's path as a suffix, so one
-# rule covers all three.
+# that do not divide are left out (dispatch.fitted). Moments and gradients have their parameter's path as a suffix, so
+# one rule covers all three.
 TABLE: Table = (
     (r"embed\.weight|lm_head\.weight", _ROWS),  # by vocabulary
     (r"mlp\.(gate|up)_proj\.weight", _COLUMNS),
@@ -99,22 +95,6 @@ def spec_of(path: str, rank: int, table: Table = TABLE) -> PartitionSpec:
     return spec
 
 
-def fitted(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-    """`spec` without the mesh axes of `sizes` that are 1, or by which an axis of `shape` does not divide."""
-
-    def axes(entry: Any, size: int) -> Any:
-        kept: list[str] = []
-        for axis in _axes(entry):
-            if sizes.get(axis, 1) > 1 and size % (sizes[axis] * math.prod(sizes[a] for a in kept)) == 0:
-                kept.append(axis)
-        return tuple(kept) if len(kept) > 1 else kept[0] if kept else None
-
-    found = [axes(entry, size) for entry, size in zip(spec, shape, strict=False)]
-    while found and found[-1] is None:
-        found.pop()
-    return PartitionSpec(*found)
-
-
 def shardings(tree: PyTree, mesh: Mesh, table: Table = TABLE, zero: int = 3) -> PyTree:
     """NamedShardings for a tree of arrays or ShapeDtypeStructs (parameters, moments, a whole train state).
 
@@ -125,54 +105,9 @@ def shardings(tree: PyTree, mesh: Mesh, table: Table = TABLE, zero: int = 3) -> 
     def one(path: tuple[Any, ...], x: Any) -> NamedSharding:
         name = path_str(path)
         cut = {**sizes, "fsdp": 1} if zero == 1 and name.split(".")[0] == "params" else sizes
-        return NamedSharding(mesh, fitted(spec_of(name, len(x.shape), table), x.shape, cut))
+        return NamedSharding(mesh, dispatch.fitted(spec_of(name, len(x.shape), table), x.shape, cut))
 
     return jax.tree_util.tree_map_with_path(one, tree)
-
-
-def gather(params: PyTree, dtype: Any, table: Table = TABLE) -> PyTree:
-    """`params`, a tree without stacked ones, each whole over "fsdp" on every device; arrays of two axes rounded to
-    `dtype`, but in their own type.
-
-    Their gradients come back in the parameters' own shardings, added up in the parameters' type. Nothing happens where
-    the current mesh has no such axis.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = {axis: mesh.shape[axis] for axis in dispatch.split_axes(dispatch.WEIGHT_AXES)}
-    if not sizes:
-        return params
-
-    def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        spec = spec_of(path_str(path), x.ndim, table)
-        here = fitted(spec, x.shape, sizes)
-        entries = zip_longest(spec, here)
-        whole = PartitionSpec(*(None if "fsdp" in _axes(wanted) else found for wanted, found in entries))
-        whole = whole if any(whole) else PartitionSpec()
-        if here == whole:
-            return x
-        return checkpoint_name(_gather(x, here, whole, dtype if x.ndim > 1 else x.dtype), GATHERED)
-
-    return jax.tree_util.tree_map_with_path(one, params)
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(x: jax.Array, here: PartitionSpec, whole: PartitionSpec, dtype: Any) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x.astype(dtype), whole).astype(x.dtype)
-
-
-def _gather_forward(x, here, whole, dtype):
-    return _gather(x, here, whole, dtype), None
-
-
-def _gather_backward(here, whole, dtype, saved, gradient):
-    return (jax.lax.with_sharding_constraint(gradient, here),)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def abstract(tree: PyTree, shards: PyTree) -> PyTree:

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 from hybrid_jax import sharding, step
 from hybrid_jax.config import MeshConfig
 from hybrid_jax.errors import UserError
+from hybrid_jax.kernels import dispatch
 from tests.tiny import EVERY_KIND, tiny_config
 
 ROOT = Path(__file__).parents[1]
@@ -45,19 +46,18 @@ def test_first_rule_wins_and_stacked_parameters_get_a_leading_axis():
 
 def test_every_parameter_of_every_layer_has_a_rule_and_data_parallelism_cuts_nothing():
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    for cfg in (
-        tiny_config("/nonexistent", model__pattern=EVERY_KIND, model__tie_word_embeddings=tied) for tied in (0, 1)
-    ):
+    for tied in (True, False):
+        cfg = tiny_config("/nonexistent", model__pattern=EVERY_KIND, model__tie_word_embeddings=tied)
         found = sharding.shardings(step.Programs(cfg, mesh).state, mesh)
         assert {s.spec for s in jax.tree.leaves(found)} == {PartitionSpec()}
 
 
 def test_axes_that_do_not_divide_are_left_out():
     both = PartitionSpec(("fsdp", "tensor"), "data")
-    assert sharding.fitted(both, (16, 3), {"fsdp": 4, "tensor": 2, "data": 2}) == PartitionSpec(("fsdp", "tensor"))
-    assert sharding.fitted(both, (4, 2), {"fsdp": 4, "tensor": 2, "data": 2}) == PartitionSpec("fsdp", "data")
-    assert sharding.fitted(both, (6, 2), {"fsdp": 4, "tensor": 2, "data": 1}) == PartitionSpec("tensor")
-    assert sharding.fitted(both, (5, 3), {"fsdp": 4, "tensor": 2, "data": 2}) == PartitionSpec()
+    assert dispatch.fitted(both, (16, 3), {"fsdp": 4, "tensor": 2, "data": 2}) == PartitionSpec(("fsdp", "tensor"))
+    assert dispatch.fitted(both, (4, 2), {"fsdp": 4, "tensor": 2, "data": 2}) == PartitionSpec("fsdp", "data")
+    assert dispatch.fitted(both, (6, 2), {"fsdp": 4, "tensor": 2, "data": 1}) == PartitionSpec("tensor")
+    assert dispatch.fitted(both, (5, 3), {"fsdp": 4, "tensor": 2, "data": 2}) == PartitionSpec()
 
 
 def worker(pattern, *names):

@@ -6,7 +6,8 @@ A named backend runs or raises: nothing falls back in silence. The log says once
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -106,6 +107,81 @@ def constrain(x: jax.Array, layout: str) -> jax.Array:
 def _spec(layout: str, batch: tuple[str, ...], tensor: tuple[str, ...]) -> PartitionSpec:
     axes = {"B": batch or None, "H": tensor or None, ".": None}
     return PartitionSpec(*(axes[c] for c in layout))
+
+
+def fitted(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+    """`spec` without the mesh axes of `sizes` that are 1, or by which an axis of `shape` does not divide."""
+
+    def axes(entry: Any, size: int) -> Any:
+        kept: list[str] = []
+        for axis in _axes(entry):
+            if sizes.get(axis, 1) > 1 and size % (sizes[axis] * math.prod(sizes[a] for a in kept)) == 0:
+                kept.append(axis)
+        return tuple(kept) if len(kept) > 1 else kept[0] if kept else None
+
+    return _trimmed(axes(entry, size) for entry, size in zip(spec, shape, strict=False))
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def _trimmed(entries: Iterable[Any]) -> PartitionSpec:
+    found = list(entries)
+    while found and found[-1] is None:
+        found.pop()
+    return PartitionSpec(*found)
+
+
+class Weight(NamedTuple):
+    """How a weight lies on the current mesh, and how it is multiplied with: whole over "fsdp"."""
+
+    stored: PartitionSpec
+    used: PartitionSpec
+
+    @staticmethod
+    def of(spec: PartitionSpec, shape: Sequence[int], used: PartitionSpec | None = None) -> "Weight | None":
+        """Of a weight that lies as `spec` says (sharding.TABLE), None where all devices have the whole of it."""
+        mesh = jax.sharding.get_abstract_mesh()
+        sizes = {axis: mesh.shape[axis] for axis in split_axes(WEIGHT_AXES)}
+        if used is None:
+            used = PartitionSpec(*(None if "fsdp" in _axes(entry) else entry for entry in spec))
+        found = Weight(fitted(spec, shape, sizes), fitted(used, shape, sizes))
+        return found if any(found) else None
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """`x`, stored, as it is used."""
+        return self._through(x, self.used)
+
+    def scattered(self, gradient: jax.Array) -> jax.Array:
+        """The gradient of `gathered`'s result, as the weight is stored."""
+        return self._through(gradient, self.stored)
+
+    def _through(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if set(self.stored) & set(self.used) != set(self.used):  # cut along another axis: by way of the whole
+            x = jax.lax.with_sharding_constraint(x, PartitionSpec())
+        return jax.lax.with_sharding_constraint(x, spec)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather(x: jax.Array, spec: PartitionSpec, dtype: Any) -> jax.Array:
+    """The weight `x` [V, D], which lies as `spec` says, whole over "fsdp": rounded to `dtype`, in its own type. Its
+    gradient is added up in that and lies as the weight does."""
+    weight = Weight.of(spec, x.shape)
+    return x if weight is None else weight.gathered(x.astype(dtype)).astype(x.dtype)
+
+
+def _gather_forward(x, spec, dtype):
+    return gather(x, spec, dtype), None
+
+
+def _gather_backward(spec, dtype, saved, gradient):
+    weight = Weight.of(spec, gradient.shape)
+    return (gradient if weight is None else weight.scattered(gradient),)
+
+
+gather.defvjp(_gather_forward, _gather_backward)
 
 
 def over_devices(fn: Callable, inputs: Collection[str], outputs: Collection[str]) -> Callable:

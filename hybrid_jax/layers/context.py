@@ -7,8 +7,6 @@ import jax.numpy as jnp
 
 # Name (jax.ad_checkpoint.checkpoint_name) of what goes into an operation, projected and convolved.
 MIXER_IN = "mixer_in"
-# Of weights that were gathered from several devices: the backward pass gathers them again.
-GATHERED = "gathered"
 
 
 @jax.tree_util.register_dataclass

@@ -52,13 +52,15 @@ class DeltaMixer(nnx.Module):
         """q, k [B, T, H, K], v [B, T, HV, V], beta [B, T, HV] fp32, the outputs of `others`, and the new state."""
         cfg = self.cfg
         B, T, _ = x.shape
-        weights = [p.weight[...] for p in (self.q_proj, self.k_proj, self.v_proj)]
+        projections = [self.q_proj, self.k_proj, self.v_proj]
         taps = [c.weight[...] for c in (self.q_conv1d, self.k_conv1d, self.v_conv1d)] if cfg.use_short_conv else []
-        widths = [w.shape[1] for w in weights]
-        if not dispatch.splits_weights():
-            weights, taps = [jnp.concatenate(weights, axis=1)], [jnp.concatenate(taps)] if taps else []
-        projected = together(x, [*weights, self.b_proj.weight[...], *(p.weight[...] for p in others)])
-        qkv, (b, *rest) = projected[: len(weights)], projected[len(weights) :]
+        qkv: list[jax.Array]
+        if dispatch.splits_weights():
+            *qkv, b = (outputs := together(x, [*projections, self.b_proj, *others]))[:4]
+            rest = outputs[4:]
+        else:
+            *qkv, b = (outputs := together(x, [projections, self.b_proj, *others]))[:2]
+            rest, taps = outputs[2:], [jnp.concatenate(taps)] if taps else []
         new_state = {}
         if taps:
             edges = np.cumsum([w.shape[0] for w in taps])[:-1]
@@ -72,7 +74,8 @@ class DeltaMixer(nnx.Module):
         else:
             qkv = [jax.nn.silu(y) for y in qkv]
         qkv = [checkpoint_name(y, MIXER_IN) for y in qkv]
-        q, k, v = qkv if len(qkv) == 3 else jnp.split(qkv[0], np.cumsum(widths)[:-1], axis=-1)
+        qk_width = cfg.num_heads * self.key_dim
+        q, k, v = qkv if len(qkv) == 3 else jnp.split(qkv[0], [qk_width, 2 * qk_width], axis=-1)
         q = q.reshape(B, T, cfg.num_heads, self.key_dim)
         k = k.reshape(B, T, cfg.num_heads, self.key_dim)
         v = v.reshape(B, T, cfg.num_v_heads, self.value_dim)

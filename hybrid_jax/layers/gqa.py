@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from hybrid_jax.kernels.attention import attention
 from hybrid_jax.kernels.precision import accumulator
 from hybrid_jax.layers.context import MIXER_IN, Context
-from hybrid_jax.layers.linear import Linear, matmul
+from hybrid_jax.layers.linear import Linear
 from hybrid_jax.layers.norm import RMSNorm
 from hybrid_jax.layers.rotary import rotate
 
@@ -63,4 +63,4 @@ class GQA(nnx.Module):
         if cfg.output_gate:
             compute = accumulator(o.dtype)
             o = (o.astype(compute) * jax.nn.sigmoid(gate.astype(compute))).astype(o.dtype)
-        return matmul(o.reshape(B, T, H * K), self.o_proj.weight[...]), state
+        return self.o_proj(o.reshape(B, T, H * K)), state

@@ -1,12 +1,17 @@
 """Matrix products with fp32 parameters."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from hybrid_jax.kernels import dispatch
+
+_WHOLE = PartitionSpec()
 
 
 def _product(equation: str, x: jax.Array, y: jax.Array, dtype) -> jax.Array:
@@ -14,36 +19,51 @@ def _product(equation: str, x: jax.Array, y: jax.Array, dtype) -> jax.Array:
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=dtype)
 
 
-@jax.custom_vjp
-def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x: jax.Array, weight: jax.Array, layout: dispatch.Weight | None) -> jax.Array:
+    return _product("...i,io->...o", x, _whole(weight, x.dtype, layout), x.dtype)
+
+
+def _whole(weight: jax.Array, dtype, layout: dispatch.Weight | None) -> jax.Array:
+    weight = weight.astype(dtype)
+    return weight if layout is None else layout.gathered(weight)
+
+
+def _matmul_forward(x, weight, layout):
+    return _matmul(x, weight, layout), (x, weight)
+
+
+def _matmul_backward(layout, saved, dy):
+    x, weight = saved
+    dx = _product("...o,io->...i", dy, _whole(weight, dy.dtype, layout), x.dtype)
+    dw = _product("ni,no->io", x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]), weight.dtype)
+    return dx, dw if layout is None else layout.scattered(dw)
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def matmul(
+    x: jax.Array, weight: jax.Array, spec: PartitionSpec = _WHOLE, used: PartitionSpec | None = None
+) -> jax.Array:
     """x [..., in] @ weight [in, out] in x's dtype; fp32 products are exact fp32 on every platform (no TF32).
 
-    The weight's gradient is summed and left in its own type: what devices add up is never rounded to bf16.
+    spec: how the weight lies on the mesh; used: how it is multiplied with, unless that is `spec` without "fsdp". It is
+    gathered in x's dtype, and again for the backward pass. Its gradient is added up in the weight's own type, over
+    tokens and devices.
     """
-    return _product("...i,io->...o", x, weight.astype(x.dtype), x.dtype)
+    return _matmul(x, weight, dispatch.Weight.of(spec, weight.shape, used))
 
 
-def _matmul_forward(x, weight):
-    return matmul(x, weight), (x, weight)
-
-
-def _matmul_backward(saved, dy):
-    x, weight = saved
-    dx = _product("...o,io->...i", dy, weight.astype(dy.dtype), x.dtype)
-    return dx, _product("ni,no->io", x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]), weight.dtype)
-
-
-matmul.defvjp(_matmul_forward, _matmul_backward)
-
-
-def together(x: jax.Array, weights: Sequence[jax.Array]) -> list[jax.Array]:
-    """x [..., in] times each of `weights` [in, out_i]: as one product, which reads x once, where weights are whole."""
+def together(x: jax.Array, layers: "Sequence[Linear | Sequence[Linear]]") -> list[jax.Array]:
+    """x [..., in] through each of `layers`, without bias: as one product, which reads x once, where their weights are
+    whole on every device. There, layers in a sequence of their own come out as one array."""
     if dispatch.splits_weights():
-        return [matmul(x, w) for w in weights]
-    sizes = [w.shape[1] for w in weights]
-    y = matmul(x, jnp.concatenate(weights, axis=1))
-    edges = [sum(sizes[:i]) for i in range(1, len(sizes))]
-    return jnp.split(y, edges, axis=-1)
+        return [matmul(x, layer.weight[...], layer.spec) for layer in layers if isinstance(layer, Linear)]
+    groups = [[layer] if isinstance(layer, Linear) else layer for layer in layers]
+    sizes = [sum(layer.weight.shape[1] for layer in group) for group in groups]
+    y = matmul(x, jnp.concatenate([layer.weight[...] for group in groups for layer in group], axis=1))
+    return jnp.split(y, np.cumsum(sizes)[:-1], axis=-1)
 
 
 class Linear(nnx.Module):
@@ -59,7 +79,8 @@ class Linear(nnx.Module):
             draw = jax.random.uniform(rngs.params(), (n_out,), minval=-bound, maxval=bound)
             self.bias = nnx.Param(draw if bound else jnp.zeros((n_out,)))
         self.has_bias = bias
+        self.spec = _WHOLE  # how the weight lies on the mesh
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = matmul(x, self.weight[...])
+        y = matmul(x, self.weight[...], self.spec)
         return y + self.bias[...].astype(y.dtype) if self.has_bias else y

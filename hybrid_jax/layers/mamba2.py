@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from hybrid_jax.kernels import dispatch
 from hybrid_jax.kernels.mamba2 import ssd
 from hybrid_jax.kernels.precision import upcast
-from hybrid_jax.layers.context import GATHERED, MIXER_IN, Context
+from hybrid_jax.layers.context import MIXER_IN, Context
 from hybrid_jax.layers.conv import ShortConv, short_conv
 from hybrid_jax.layers.gates import a_log_init, dt_bias_init
 from hybrid_jax.layers.linear import Linear, matmul
@@ -59,15 +60,15 @@ class Mamba2(nnx.Module):
         taps: Any = self.conv1d.weight[...]
         bias: Any = self.conv1d.bias[...]
         before: Any = None if state is None else state["conv"]
-        if dispatch.splits_weights():  # each of z, x, B, C and dt by heads; the gradient is whole before it is joined
+        if dispatch.splits_weights():  # each of z, x, B, C and dt by heads
             parts = jnp.split(self.in_proj.weight[...], edges, axis=1)
-            parts = [dispatch.constrain(dispatch.constrain(w, ".."), ".H") for w in parts]
-            z, *xbc, dt = (matmul(x, checkpoint_name(w, GATHERED)) for w in parts)
+            by_heads = PartitionSpec(None, dispatch.TENSOR_AXIS)
+            z, *xbc, dt = (matmul(x, w, self.in_proj.spec, by_heads) for w in parts)
             inner = np.cumsum(widths[1:3])
             taps, bias = jnp.split(taps, inner), jnp.split(bias, inner)
             before = [None] * 3 if before is None else jnp.split(before, inner, axis=-1)
         else:
-            z, joined, dt = jnp.split(matmul(x, self.in_proj.weight[...]), edges[[0, 3]], axis=-1)
+            z, joined, dt = jnp.split(self.in_proj(x), edges[[0, 3]], axis=-1)
             xbc, taps, bias, before = [joined], [taps], [bias], [before]
         convolved = [
             short_conv(y, w, b, initial_state=s, segment_ids=ctx.segment_ids)
@@ -90,4 +91,4 @@ class Mamba2(nnx.Module):
             backend=ctx.backend,
         )
         y = gate_then_norm(y.reshape(Bsz, T, self.inner), z, self.norm.weight[...], self.norm.eps, G)
-        return matmul(y, self.out_proj.weight[...]), {"ssm": ssm_state, "conv": conv_state}
+        return self.out_proj(y), {"ssm": ssm_state, "conv": conv_state}

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from hybrid_jax.kernels.attention import attention
 from hybrid_jax.layers.context import MIXER_IN, Context
-from hybrid_jax.layers.linear import Linear, matmul, together
+from hybrid_jax.layers.linear import Linear, together
 from hybrid_jax.layers.norm import RMSNorm
 from hybrid_jax.layers.rotary import rotate
 
@@ -51,7 +51,7 @@ class MLA(nnx.Module):
         B, T, _ = x.shape
         N, R, V, H = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim, cfg.num_heads
         down = self.q_a_proj if cfg.q_lora_rank else self.q_proj
-        q, kv = together(x, [down.weight[...], self.kv_a_proj_with_mqa.weight[...]])
+        q, kv = together(x, [down, self.kv_a_proj_with_mqa])
         if cfg.q_lora_rank:
             q = self.q_b_proj(self.q_a_layernorm(q))
         q = q.reshape(B, T, H, N + R)
@@ -66,7 +66,7 @@ class MLA(nnx.Module):
             k_rope = jax.lax.dynamic_update_slice_in_dim(state["k_rope"], k_rope, offset, axis=1)
             state = {"latent": latent, "k_rope": k_rope}
         S = latent.shape[1]
-        kv = matmul(latent, self.kv_b_proj.weight[...]).reshape(B, S, H, N + V)
+        kv = self.kv_b_proj(latent).reshape(B, S, H, N + V)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (B, S, H, R))
         k = jnp.concatenate([kv[..., :N], k_rope], axis=-1)
         q, k, v = (checkpoint_name(a, MIXER_IN) for a in (q, k, kv[..., N:]))

@@ -20,7 +20,7 @@ from hybrid_jax.config import ModelConfig
 from hybrid_jax.kernels import RESIDUAL, dispatch
 from hybrid_jax.kernels.documents import number_documents
 from hybrid_jax.kernels.precision import upcast
-from hybrid_jax.layers.context import MIXER_IN, Context, count_positions
+from hybrid_jax.layers.context import MIXER_IN, PRODUCT, Context, count_positions
 from hybrid_jax.layers.gdn import GDN
 from hybrid_jax.layers.gqa import GQA
 from hybrid_jax.layers.kda import KDA
@@ -68,7 +68,7 @@ def _remat(fn, policy: str, in_scan: bool):
     if policy == "none":
         return fn
     policies = {
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
         "names": jax.checkpoint_policies.save_only_these_names(MIXER_IN, RESIDUAL),
         "full": jax.checkpoint_policies.nothing_saveable,
     }

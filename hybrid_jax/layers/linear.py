@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from hybrid_jax.kernels import dispatch
+from hybrid_jax.layers.context import PRODUCT
 
 _WHOLE = PartitionSpec()
 
@@ -52,7 +54,7 @@ def matmul(
     gathered in x's dtype, and again for the backward pass. Its gradient is added up in the weight's own type, over
     tokens and devices.
     """
-    return _matmul(x, weight, dispatch.Weight.of(spec, weight.shape, used))
+    return checkpoint_name(_matmul(x, weight, dispatch.Weight.of(spec, weight.shape, used)), PRODUCT)
 
 
 def together(x: jax.Array, layers: "Sequence[Linear | Sequence[Linear]]") -> list[jax.Array]:

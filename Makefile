@@ -37,11 +37,12 @@ TEST_GPU := $(VENV)/.$(GPU) $(VENV)/.test-base
 REBUILD := $(if $(shell $(VENV)/bin/python -c 'print("runs")' 2>/dev/null),,rebuild)
 endif
 
-.PHONY: help setup demo test test-gpu lint amd bench mutants chaos chaos-short clean rebuild
+.PHONY: help setup demo test test-slow test-gpu lint amd bench mutants chaos chaos-short clean rebuild
 help:
 	@echo "make setup     build $(VENV) with what a training run needs"
 	@echo "make demo      train a small hybrid model on this Python's own library: minutes on 2 CPU cores"
 	@echo "make test      the tests, on the CPU"
+	@echo "make test-slow those that take minutes: every kind of sublayer on every mesh"
 	@echo "make test-gpu  the tests that need a GPU"
 	@echo "make mutants   plant fifteen faults, one at a time: each must make its test fail"
 	@echo "make chaos     200 kills and every other fault five times, at random; make chaos-short is 30 and one"
@@ -57,6 +58,9 @@ demo: $(BASE)
 
 test: $(TEST)
 	@$(RUN) -m pytest -n $(JOBS) $(ARGS)
+
+test-slow: $(TEST)
+	@$(RUN) -m pytest -m slow -n $(JOBS) $(ARGS)
 
 test-gpu: $(TEST_GPU)
 	@$(RUN) -c 'import jax, sys; jax.default_backend() == "gpu" or sys.exit("error: jax sees no GPU here")'

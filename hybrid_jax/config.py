@@ -238,9 +238,10 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    data: int = key(-1, "data-parallel devices (-1 = all that are left)")
-    fsdp: int = key(1, "devices that share parameters (not built yet: 1)")
-    tensor: int = key(1, "devices that share a layer (not built yet: 1)")
+    data: int = key(-1, "devices with copies of the whole state (-1 = all that are left)")
+    fsdp: int = key(1, "devices that cut the state between them, each with rows of its own")
+    tensor: int = key(1, "devices that share heads, columns and the vocabulary, and rows")
+    zero: int = key(3, "what fsdp cuts: 3 = parameters, gradients and moments, 1 = gradients and moments")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -227,11 +227,32 @@ def _check_logistics(config: Config) -> None:
     mesh = config.mesh
     if mesh.data != -1 and mesh.data < 1:
         raise UserError(f"config.mesh.data: {mesh.data} devices; give a positive number, or -1 for all that are left")
-    for name in ("fsdp", "tensor"):
-        size = getattr(mesh, name)
-        if size != 1:
+    _positive("config.mesh", mesh, "fsdp", "tensor")
+    if mesh.zero not in (1, 3):
+        raise UserError(f"config.mesh.zero: {mesh.zero} is neither 1 (moments are cut) nor 3 (parameters too)")
+    _check_tensor(config.model, mesh.tensor)
+
+
+def _check_tensor(model: ModelConfig, ways: int) -> None:
+    """Raises UserError unless `ways` devices can share every sublayer's heads, the MLP's columns and the vocabulary."""
+    mamba2 = model.mamba2
+    sizes = {
+        "*": [("mla.num_heads", model.mla.num_heads)],
+        "A": [("gqa.num_heads", model.gqa.num_heads), ("gqa.num_kv_heads", model.gqa.num_kv_heads)],
+        "G": [("gdn.num_heads", model.gdn.num_heads)],
+        "K": [("kda.num_heads", model.kda.num_heads)],
+        "S": [("mamba2.n_groups", mamba2.n_groups)],  # whose multiple the heads are
+        "-": [("intermediate_size", model.intermediate_size)],
+    }
+    for name, size in [
+        ("vocab_size", model.vocab_size),
+        *(pair for s in sorted(set(model.layout)) for pair in sizes[s]),
+    ]:
+        if size % ways:
+            fitting = [n for n in range(1, ways) if size % n == 0]
             raise UserError(
-                f"config.mesh.{name}: {size} asked for, but only data parallelism is built yet; set it to 1"
+                f"config.mesh.tensor: {ways} devices cannot share config.model.{name} {size}; use {fitting[-1]}, or "
+                "another size"
             )
 
 

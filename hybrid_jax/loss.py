@@ -28,16 +28,29 @@ def chunk_tokens(tokens: int, vocab_size: int, wanted: int = 0) -> int:
     return chunk
 
 
-def _chunk(x_CxD, w_VxD, target_C, z_loss, gradients: bool):
-    """Sums over one chunk of (cross entropy + z loss, z loss), and with `gradients` those with respect to x and w."""
+def _total(x: jax.Array, axis: str | None) -> jax.Array:
+    return x if axis is None else jax.lax.psum(x, axis)
+
+
+def _chunk(x_CxD, w_VxD, target_C, z_loss, gradients: bool, axis: str | None):
+    """Sums over one chunk of (cross entropy + z loss, z loss), and with `gradients` those with respect to x and w.
+
+    axis: of the mesh, over which the vocabulary is split: V ids are here, and x's gradient is what they give to it.
+    """
     precision = jax.lax.Precision.HIGHEST if x_CxD.dtype == jnp.float32 else None
     dot = functools.partial(jax.lax.dot_general, precision=precision)
     f32 = accumulator(x_CxD.dtype)
     logits_CxV = dot(x_CxD, w_VxD, (((1,), (1,)), ((), ())), preferred_element_type=f32)
     counts_C = target_C != IGNORE
-    lse_C = jax.nn.logsumexp(logits_CxV, axis=1)
-    hit_CxV = jax.lax.broadcasted_iota(jnp.int32, logits_CxV.shape, 1) == target_C[:, None]
-    picked_C = jnp.sum(jnp.where(hit_CxV, logits_CxV, 0), axis=1)
+    if axis is None:
+        here_C = target_C
+        lse_C = jax.nn.logsumexp(logits_CxV, axis=1)
+    else:
+        here_C = target_C - jax.lax.axis_index(axis) * w_VxD.shape[0]
+        largest_C = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits_CxV, axis=1)), axis)
+        lse_C = largest_C + jnp.log(_total(jnp.sum(jnp.exp(logits_CxV - largest_C[:, None]), axis=1), axis))
+    hit_CxV = jax.lax.broadcasted_iota(jnp.int32, logits_CxV.shape, 1) == here_C[:, None]
+    picked_C = _total(jnp.sum(jnp.where(hit_CxV, logits_CxV, 0), axis=1), axis)
     z_C = z_loss * lse_C * lse_C
     nll = jnp.sum(jnp.where(counts_C, lse_C - picked_C + z_C, 0))
     z = jnp.sum(jnp.where(counts_C, z_C, 0))
@@ -52,7 +65,7 @@ def _chunk(x_CxD, w_VxD, target_C, z_loss, gradients: bool):
     return (nll, z), (dx_CxD, dw_VxD)
 
 
-def _scan(x, w, targets, z_loss, chunk, gradients):
+def _scan(x, w, targets, z_loss, chunk, gradients, axis):
     """Loss sums over all tokens; x [tokens, D], w [V, D] fp32, targets [tokens]."""
     tokens, D = x.shape
     N = -(-tokens // chunk)
@@ -63,7 +76,7 @@ def _scan(x, w, targets, z_loss, chunk, gradients):
 
     def body(carry, inputs):
         nll, z, dw = carry
-        sums, grads = _chunk(inputs[0], w_VxD, inputs[1], z_loss, gradients)
+        sums, grads = _chunk(inputs[0], w_VxD, inputs[1], z_loss, gradients, axis)
         dx = None
         if gradients:
             dx, dw = grads[0], dw + grads[1]
@@ -76,19 +89,21 @@ def _scan(x, w, targets, z_loss, chunk, gradients):
     return (nll, z), (dx, dw)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _loss_sums(x, w, targets, z_loss: float, chunk: int):
-    return _scan(x, w, targets, z_loss, chunk, gradients=False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _loss_sums(x, w, targets, z_loss: float, chunk: int, axis: str | None):
+    return _scan(x, w, targets, z_loss, chunk, False, axis)[0]
 
 
-def _loss_sums_fwd(x, w, targets, z_loss, chunk):
-    sums, (dx, dw) = _scan(x, w, targets, z_loss, chunk, gradients=True)
+def _loss_sums_fwd(x, w, targets, z_loss, chunk, axis):
+    sums, (dx, dw) = _scan(x, w, targets, z_loss, chunk, True, axis)
     return sums, (dx, dw.astype(w.dtype))
 
 
-def _loss_sums_bwd(z_loss, chunk, saved, cotangents):
+def _loss_sums_bwd(z_loss, chunk, axis, saved, cotangents):
     dx, dw = saved
-    scale = cotangents[0]  # the second output, the z-loss part, is for logs
+    # Of several devices that hold a sum, each gets its share of the sum's gradient. The second output, the z-loss part,
+    # is for logs.
+    scale = _total(cotangents[0], axis)
     return (dx * scale).astype(dx.dtype), (dw * scale).astype(dw.dtype), None
 
 
@@ -103,16 +118,18 @@ def linear_cross_entropy(
     x [B, T, D] (bf16 or fp32), w [V, D] fp32, targets [B, T] i32 with IGNORE = -1 where a token does not count.
     Logits, softmax and the sums are fp32, matrix products take x's dtype, dw is accumulated in fp32.
     Only the first result has a gradient. Divide it by the global count of unmasked targets. `chunk` is in
-    tokens (0 = automatic). On a mesh each device sums its own rows, and dw is reduced once. Gradients formed in
-    the forward pass: as in Liger kernel and flash-linear-attention; z-loss: PaLM, arXiv:2204.02311.
+    tokens (0 = automatic). On a mesh each device sums its own rows, and its own part of the vocabulary where that is
+    split, and dw is reduced once. Gradients formed in the forward pass: as in Liger kernel and flash-linear-attention;
+    the split vocabulary: Megatron-LM, arXiv:1909.08053; z-loss: PaLM, arXiv:2204.02311.
     """
+    axis = dispatch.tensor_axis(w.shape[0])
 
     def rows(x_BxTxD, targets_BxT, w_VxD):
         tokens = targets_BxT.size
         size = chunk_tokens(tokens, w_VxD.shape[0], chunk)
         flat = x_BxTxD.reshape(tokens, -1)
-        sums = _loss_sums(flat, w_VxD, targets_BxT.reshape(tokens), z_loss, size)
+        sums = _loss_sums(flat, w_VxD, targets_BxT.reshape(tokens), z_loss, size, axis)
         return tuple(s[None] for s in sums)
 
-    nll, z = dispatch.over_batch(rows)(x, targets, replicated=(w,))
+    nll, z = dispatch.over_devices(rows, ("B", "B", "H"), ("B", "B"))(x, targets, w)
     return jnp.sum(nll), jnp.sum(z)

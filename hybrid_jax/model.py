@@ -15,15 +15,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hybrid_jax import pattern as pattern_lib
+from hybrid_jax import sharding
 from hybrid_jax.config import ModelConfig
-from hybrid_jax.kernels import RESIDUAL
+from hybrid_jax.kernels import RESIDUAL, dispatch
 from hybrid_jax.kernels.documents import number_documents
 from hybrid_jax.kernels.precision import upcast
-from hybrid_jax.layers.context import MIXER_IN, Context, count_positions
+from hybrid_jax.layers.context import MIXER_IN, PRODUCT, Context, count_positions
 from hybrid_jax.layers.gdn import GDN
 from hybrid_jax.layers.gqa import GQA
 from hybrid_jax.layers.kda import KDA
-from hybrid_jax.layers.linear import matmul
+from hybrid_jax.layers.linear import Linear, matmul
 from hybrid_jax.layers.mamba2 import Mamba2
 from hybrid_jax.layers.mla import MLA
 from hybrid_jax.layers.mlp import SwiGLU
@@ -67,7 +68,7 @@ def _remat(fn, policy: str, in_scan: bool):
     if policy == "none":
         return fn
     policies = {
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
         "names": jax.checkpoint_policies.save_only_these_names(MIXER_IN, RESIDUAL),
         "full": jax.checkpoint_policies.nothing_saveable,
     }
@@ -81,12 +82,14 @@ class Model:
 
     cfg: sizes and pattern. backend, attention: what runs the mixers and softmax attention (config.kernels).
     compute_dtype: of activations and matrix products, "bfloat16" or "float32".
+    table: how weights lie on the mesh.
     """
 
     cfg: ModelConfig
     backend: str = "auto"
     compute_dtype: str = "bfloat16"
     attention: str = "auto"
+    table: sharding.Table = sharding.TABLE
 
     @functools.cached_property
     def _parts(self) -> tuple[str, int, str]:
@@ -101,6 +104,9 @@ class Model:
         found = {}
         for symbol in sorted(set(self.cfg.layout)):
             module = nnx.eval_shape(lambda s=symbol: Sublayer(self.cfg, s, nnx.Rngs(0)))
+            for path, layer in nnx.iter_graph(module):
+                if isinstance(layer, Linear):
+                    layer.spec = sharding.spec_of(".".join(map(str, (*path, "weight"))), 2, self.table)
             graph, state = nnx.split(module)
             found[symbol] = (graph, jax.tree.structure(state))
         return found
@@ -157,7 +163,8 @@ class Model:
             graph, structure = self._definitions[symbol]
             module = nnx.merge(graph, jax.tree.unflatten(structure, jax.tree.leaves(weights)))
             with jax.named_scope(pattern_lib.NAMES[symbol].lower()):
-                return module(x, ctx, state)
+                x, state = module(x, ctx, state)
+                return dispatch.constrain(x, "B"), state
 
         def train(symbol: str, weights: Params, x, ctx: Context):
             return apply(symbol, weights, x, ctx, None)[0]
@@ -183,11 +190,26 @@ class Model:
                 x, new_states[name] = through(symbols, params[name], x, state, False)
         return x, new_states
 
+    def _gathered(self, params: Params, name: str) -> jax.Array:
+        path = f"{name}.weight"
+        return dispatch.gather(params[name]["weight"], sharding.spec_of(path, 2, self.table), self.compute_dtype)
+
     def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:
-        return params["embed"]["weight"][tokens].astype(self.compute_dtype)
+        table = self._gathered(params, "embed")
+        axis = dispatch.tensor_axis(table.shape[0])
+        if axis is None:
+            return dispatch.constrain(table[tokens].astype(self.compute_dtype), "B")
+
+        def rows(table, tokens):  # of the ids that lie here
+            at = tokens - jax.lax.axis_index(axis) * table.shape[0]
+            here = (at >= 0) & (at < table.shape[0])
+            x = jnp.where(here[..., None], table[jnp.where(here, at, 0)], 0)
+            return (jax.lax.psum(x.astype(self.compute_dtype), axis),)
+
+        return dispatch.over_devices(rows, ("H", "B"), ("B",))(table, tokens)[0]
 
     def _head(self, params: Params) -> jax.Array:
-        return params["embed" if self.cfg.tie_word_embeddings else "lm_head"]["weight"]
+        return self._gathered(params, "embed" if self.cfg.tie_word_embeddings else "lm_head")
 
     def hidden(self, params: Params, tokens: jax.Array, segment_ids=None, positions=None) -> jax.Array:
         """The final norm's output [B, T, D] in compute_dtype for tokens [B, T] i32 in [0, V).

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hybrid_jax import optimizer as optimizer_lib
 from hybrid_jax import sharding
+from hybrid_jax.kernels import dispatch
 from hybrid_jax.model import Model
 from hybrid_jax.optimizer import STACKED, Optimizer, leaf_paths
 
@@ -54,7 +55,7 @@ class Programs:
     @functools.cached_property
     def model(self) -> Model:
         kernels = self.cfg.kernels
-        return Model(self.cfg.model, kernels.backend, self.cfg.train.compute_dtype, kernels.attention)
+        return Model(self.cfg.model, kernels.backend, self.cfg.train.compute_dtype, kernels.attention, self.table)
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:
@@ -66,7 +67,7 @@ class Programs:
     def state(self) -> State:
         """The train state as ShapeDtypeStructs with their shardings."""
         shapes = jax.eval_shape(self._init, jax.random.key(0))
-        return sharding.abstract(shapes, sharding.shardings(shapes, self.mesh, self.table))
+        return sharding.abstract(shapes, sharding.shardings(shapes, self.mesh, self.table, self.cfg.mesh.zero))
 
     @functools.cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -76,8 +77,8 @@ class Programs:
         return dict.fromkeys(BATCH_KEYS, one)
 
     @functools.cached_property
-    def _param_shardings(self) -> PyTree:
-        return jax.tree.map(lambda x: x.sharding, self.state["params"])
+    def _gradient_specs(self) -> PyTree:
+        return jax.tree.map(lambda x: x.sharding.spec, self.state["opt_state"]["mu"])
 
     @functools.cached_property
     def groups(self) -> list[tuple[str, int]]:
@@ -126,26 +127,41 @@ class Programs:
         """
         count = jnp.sum(batch["targets"] >= 0).astype(jnp.float32)
         total = jnp.maximum(count, 1.0)
+        accumulate: Callable[..., Any] = self._accumulated
+        copies = dispatch.split_axes(("data",))
+        if copies and batch["tokens"].shape[0] > 1:
+            # Each copy adds up the gradients of its own rows; what the copies have is added once.
+            def of_one_copy(*arguments: Any) -> Any:
+                return jax.lax.psum(self._accumulated(*arguments), copies)
+
+            mine = {name for name, size in self.mesh.shape.items() if size == 1 or name in copies}
+            specs = (PartitionSpec(), PartitionSpec(None, copies), PartitionSpec())
+            accumulate = jax.shard_map(
+                of_one_copy, in_specs=specs, out_specs=PartitionSpec(), axis_names=mine, check_vma=False
+            )
+        values, grads = accumulate(params, batch, total)
+        return {**values, "count": count}, self._as_gradients(grads)
+
+    def _as_gradients(self, grads: PyTree) -> PyTree:
+        return jax.lax.with_sharding_constraint(grads, self._gradient_specs)
+
+    def _accumulated(self, params: PyTree, batch: Batch, total: jax.Array) -> tuple[dict[str, jax.Array], PyTree]:
+        """Sums over the accumulation steps of `batch` [A, B, T]."""
 
         def one(micro: Batch) -> tuple[dict[str, jax.Array], PyTree]:
             (objective, parts), grads = jax.value_and_grad(self.model.loss, has_aux=True)(params, micro, total)
             loss = (parts["loss_sum"] - parts["z_loss_sum"]) / total
-            grads = jax.lax.with_sharding_constraint(grads, self._param_shardings)
-            return {"objective": objective, "loss": loss}, grads
+            return {"objective": objective, "loss": loss}, self._as_gradients(grads)
 
-        steps = batch["tokens"].shape[0]
-        if steps == 1:
-            values, grads = one(jax.tree.map(lambda x: x[0], batch))
-        else:
+        if batch["tokens"].shape[0] == 1:
+            return one(jax.tree.map(lambda x: x[0], batch))
 
-            def add(total_so_far: PyTree, micro: Batch) -> tuple[PyTree, None]:
-                return jax.tree.map(jnp.add, total_so_far, one(micro)), None
+        def add(total_so_far: PyTree, micro: Batch) -> tuple[PyTree, None]:
+            return jax.tree.map(jnp.add, total_so_far, one(micro)), None
 
-            zero = {"objective": jnp.zeros((), jnp.float32), "loss": jnp.zeros((), jnp.float32)}
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-            zeros = jax.lax.with_sharding_constraint(zeros, self._param_shardings)
-            (values, grads), _ = jax.lax.scan(add, (zero, zeros), batch)
-        return {**values, "count": count}, grads
+        zero = {"objective": jnp.zeros((), jnp.float32), "loss": jnp.zeros((), jnp.float32)}
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        return jax.lax.scan(add, (zero, self._as_gradients(zeros)), batch)[0]
 
     def _step(self, state: State, batch: Batch, stop: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         values, grads = self.gradients(state["params"], batch)

@@ -198,8 +198,10 @@ def test_values_of_the_wrong_kind(key, text, words):
         ({"checkpoint.keep": "0"}, "config.checkpoint.keep"),
         ({"log.every_steps": "0"}, "config.log.every_steps"),
         ({"mesh.data": "0"}, "config.mesh.data"),
-        ({"mesh.fsdp": "2"}, "config.mesh.fsdp"),
-        ({"mesh.tensor": "2"}, "config.mesh.tensor"),
+        ({"mesh.fsdp": "0"}, "config.mesh.fsdp"),
+        ({"mesh.tensor": "-1"}, "config.mesh.tensor"),
+        ({"mesh.tensor": "7"}, "config.mesh.tensor: 7 devices cannot share config.model.vocab_size"),
+        ({"mesh.zero": "2"}, "config.mesh.zero: 2 is neither"),
     ],
 )
 def test_impossible_sizes_name_the_key(overrides, key):

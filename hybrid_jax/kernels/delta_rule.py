@@ -166,7 +166,7 @@ def recurrence(q, k, v, g, beta, scale: float, initial_state: jax.Array, segment
 def call(
     op, backends, backend, q, k, v, g, beta, gate_shape, scale, initial_state, segment_ids, form="", parameters=()
 ):
-    """gdn and kda: checks shapes, fills in defaults, picks the backend, splits rows over devices.
+    """gdn and kda: checks shapes, fills in defaults, picks the backend, splits rows and heads over devices.
 
     form: what makes log decays of g, "" when g are those. parameters: of that, (name, array, shape) each; the backends
     take the arrays after their other arguments.
@@ -208,4 +208,5 @@ def call(
     def rows(q, k, v, g, beta, initial_state, segment_ids, *parameters):
         return backends[chosen](q, k, v, g, beta, scale, initial_state, segment_ids, *parameters)
 
-    return dispatch.over_batch(rows)(q, k, v, g, beta, initial_state, segment_ids, replicated=arrays)
+    layouts = ("B.H", "B.H", "B.H", "B.H", "B.H", "BH", "B", *("H" for _ in arrays))
+    return dispatch.over_devices(rows, layouts, ("B.H", "BH"))(q, k, v, g, beta, initial_state, segment_ids, *arrays)

@@ -5,7 +5,9 @@ A named backend runs or raises: nothing falls back in silence. The log says once
 
 import functools
 import logging
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -15,6 +17,8 @@ from hybrid_jax.kernels import launch
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
 BATCH_AXES = ("data", "fsdp")  # mesh axes over which rows of a batch are split
+TENSOR_AXIS = "tensor"  # the one over which heads, columns and the vocabulary are
+WEIGHT_AXES = ("fsdp", TENSOR_AXIS)  # those over which weights may be
 
 log = logging.getLogger(__name__)
 
@@ -65,35 +69,151 @@ def _say(op: str, backend: str, reason: str) -> None:
     log.info("kernels: %s runs on the %r backend%s", op, backend, note)
 
 
-def batch_axes() -> tuple[str, ...]:
-    """The axes of the current mesh (see jax.set_mesh) that split a batch over more than one device."""
+def split_axes(axes: Collection[str]) -> tuple[str, ...]:
+    """Those of `axes` that split something over more than one device in the current mesh (see jax.set_mesh), and are
+    not split already by a shard_map around."""
     mesh = jax.sharding.get_abstract_mesh()
-    auto = jax.sharding.AxisType.Auto
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return tuple(a for a in BATCH_AXES if mesh.shape.get(a, 1) > 1 and types[a] == auto)
+    free = _free_axes(mesh)
+    return tuple(a for a in axes if a in free and mesh.shape[a] > 1)
 
 
-def over_batch(fn: Callable) -> Callable:
-    """Wraps `fn` in jax.shard_map over the batch axes of the current mesh.
+def _free_axes(mesh) -> set[str]:
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {axis for axis, kind in types if kind == jax.sharding.AxisType.Auto}
 
-    The wrapped function takes `fn`'s positional arguments; every array's leading axis is the batch B, except in
-    the tuple `replicated`, which is passed after them whole. All outputs have the leading axis B. Rows that do
-    not divide over the devices (one prompt being continued, say) are computed by each device.
+
+def batch_axes() -> tuple[str, ...]:
+    """The axes of the current mesh that split a batch over more than one device."""
+    return split_axes(BATCH_AXES)
+
+
+def splits_weights() -> bool:
+    """Whether the current mesh has devices that hold parts of a weight: joined weights would have to be cut anew."""
+    return bool(split_axes(WEIGHT_AXES))
+
+
+def tensor_axis(size: int) -> str | None:
+    """The axis of the current mesh over which `size` heads, columns or ids are split, None if they are not."""
+    axes = split_axes((TENSOR_AXIS,))
+    return axes[0] if axes and size % jax.sharding.get_abstract_mesh().shape[axes[0]] == 0 else None
+
+
+def constrain(x: jax.Array, layout: str) -> jax.Array:
+    """`x` laid out over the current mesh as `layout` says, see `over_devices`; so is its gradient."""
+    batch, tensor = batch_axes(), split_axes((TENSOR_AXIS,))
+    return jax.lax.with_sharding_constraint(x, _spec(layout, batch, tensor)) if batch or tensor else x
+
+
+def _spec(layout: str, batch: tuple[str, ...], tensor: tuple[str, ...]) -> PartitionSpec:
+    axes = {"B": batch or None, "H": tensor or None, ".": None}
+    return PartitionSpec(*(axes[c] for c in layout))
+
+
+def fitted(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+    """`spec` without the mesh axes of `sizes` that are 1, or by which an axis of `shape` does not divide."""
+
+    def axes(entry: Any, size: int) -> Any:
+        kept: list[str] = []
+        for axis in _axes(entry):
+            if sizes.get(axis, 1) > 1 and size % (sizes[axis] * math.prod(sizes[a] for a in kept)) == 0:
+                kept.append(axis)
+        return tuple(kept) if len(kept) > 1 else kept[0] if kept else None
+
+    return _trimmed(axes(entry, size) for entry, size in zip(spec, shape, strict=False))
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def _trimmed(entries: Iterable[Any]) -> PartitionSpec:
+    found = list(entries)
+    while found and found[-1] is None:
+        found.pop()
+    return PartitionSpec(*found)
+
+
+class Weight(NamedTuple):
+    """How a weight lies on the current mesh, and how it is multiplied with: whole over "fsdp"."""
+
+    stored: PartitionSpec
+    used: PartitionSpec
+
+    @staticmethod
+    def of(spec: PartitionSpec, shape: Sequence[int], used: PartitionSpec | None = None) -> "Weight | None":
+        """Of a weight that lies as `spec` says (sharding.TABLE), None where all devices have the whole of it."""
+        mesh = jax.sharding.get_abstract_mesh()
+        sizes = {axis: mesh.shape[axis] for axis in split_axes(WEIGHT_AXES)}
+        if used is None:
+            used = PartitionSpec(*(None if "fsdp" in _axes(entry) else entry for entry in spec))
+        found = Weight(fitted(spec, shape, sizes), fitted(used, shape, sizes))
+        return found if any(found) else None
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """`x`, stored, as it is used."""
+        return self._through(x, self.used)
+
+    def scattered(self, gradient: jax.Array) -> jax.Array:
+        """The gradient of `gathered`'s result, as the weight is stored."""
+        return self._through(gradient, self.stored)
+
+    def _through(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if set(self.stored) & set(self.used) != set(self.used):  # cut along another axis: by way of the whole
+            x = jax.lax.with_sharding_constraint(x, PartitionSpec())
+        return jax.lax.with_sharding_constraint(x, spec)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather(x: jax.Array, spec: PartitionSpec, dtype: Any) -> jax.Array:
+    """The weight `x` [V, D], which lies as `spec` says, whole over "fsdp": rounded to `dtype`, in its own type. Its
+    gradient is added up in that and lies as the weight does."""
+    weight = Weight.of(spec, x.shape)
+    return x if weight is None else weight.gathered(x.astype(dtype)).astype(x.dtype)
+
+
+def _gather_forward(x, spec, dtype):
+    return gather(x, spec, dtype), None
+
+
+def _gather_backward(spec, dtype, saved, gradient):
+    weight = Weight.of(spec, gradient.shape)
+    return (gradient if weight is None else weight.scattered(gradient),)
+
+
+gather.defvjp(_gather_forward, _gather_backward)
+
+
+def over_devices(fn: Callable, inputs: Collection[str], outputs: Collection[str]) -> Callable:
+    """Wraps `fn` in jax.shard_map over the axes of the current mesh.
+
+    inputs, outputs: a layout for each array, a letter an axis from the left: B is split as the batch is, H as heads (or
+    columns, or the vocabulary) are, "." and what is left over are whole. Where rows do not divide over the devices (one
+    prompt being continued, say), or heads do not, each device computes them all. None stands for no array.
     """
 
     @functools.wraps(fn)
-    def call(*batched, replicated: tuple = ()):
-        axes = batch_axes()
+    def call(*arrays):
         mesh = jax.sharding.get_abstract_mesh()
-        parts = 1
-        for axis in axes:
-            parts *= mesh.shape[axis]
-        if parts == 1 or batched[0].shape[0] % parts:
-            return fn(*batched, *replicated)
-        rows, whole = PartitionSpec(axes), PartitionSpec()
-        specs = (rows,) * len(batched) + (whole,) * len(replicated)
+
+        def fitting(letter: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+            parts = math.prod(mesh.shape[axis] for axis in axes)
+            sizes = (
+                x.shape[i]
+                for x, layout in zip(arrays, inputs, strict=True)
+                if x is not None
+                for i, c in enumerate(layout)
+                if c == letter
+            )
+            return axes if all(size % parts == 0 for size in sizes) else ()
+
+        batch, tensor = fitting("B", batch_axes()), fitting("H", split_axes((TENSOR_AXIS,)))
+        if not batch and not tensor:
+            return fn(*arrays)
+        ins = tuple(_spec(layout, batch, tensor) for layout in inputs)
+        outs = tuple(_spec(layout, batch, tensor) for layout in outputs)
         # check_vma rejects custom_vjp rules and scan carries that start from zeros.
-        split = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
-        return split(*batched, *replicated)
+        split = jax.shard_map(fn, in_specs=ins, out_specs=outs, axis_names=_free_axes(mesh), check_vma=False)
+        return split(*arrays)
 
     return call

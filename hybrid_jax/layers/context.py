@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 # Name (jax.ad_checkpoint.checkpoint_name) of what goes into an operation, projected and convolved.
 MIXER_IN = "mixer_in"
+# Of products with weights.
+PRODUCT = "product"
 
 
 @jax.tree_util.register_dataclass

@@ -5,6 +5,7 @@ Shapes: B batch, T time, D model, H q/k heads, HV value heads, K key channels, V
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -50,20 +51,29 @@ class DeltaMixer(nnx.Module):
         """q, k [B, T, H, K], v [B, T, HV, V], beta [B, T, HV] fp32, the outputs of `others`, and the new state."""
         cfg = self.cfg
         B, T, _ = x.shape
-        groups = [[self.q_proj, self.k_proj, self.v_proj], [self.b_proj], *([p] for p in others)]
-        qkv, b, *rest = together(x, [[p.weight[...] for p in group] for group in groups])
+        projections = [self.q_proj, self.k_proj, self.v_proj]
+        taps = [c.weight[...] for c in (self.q_conv1d, self.k_conv1d, self.v_conv1d)] if cfg.use_short_conv else []
+        outputs = together(x, [projections, self.b_proj, *others])
+        joined = len(outputs) == 2 + len(others)
+        *qkv, b = outputs[: 2 if joined else 4]
+        rest = outputs[len(qkv) + 1 :]
+        if joined and taps:
+            taps = [jnp.concatenate(taps)]
         new_state = {}
-        if cfg.use_short_conv:
-            taps = [conv.weight[...] for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
-            before = None if state is None else state["conv"]
-            qkv, new_state["conv"] = short_conv(
-                qkv, jnp.concatenate(taps), initial_state=before, segment_ids=ctx.segment_ids, count=ctx.count
-            )
+        if taps:
+            edges = np.cumsum([w.shape[0] for w in taps])[:-1]
+            before = [None] * len(taps) if state is None else jnp.split(state["conv"], edges, axis=-1)
+            convolved = [
+                short_conv(y, w, initial_state=s, segment_ids=ctx.segment_ids, count=ctx.count)
+                for y, w, s in zip(qkv, taps, before, strict=True)
+            ]
+            qkv = [y for y, _ in convolved]
+            new_state["conv"] = jnp.concatenate([final for _, final in convolved], axis=-1)
         else:
-            qkv = jax.nn.silu(qkv)
+            qkv = [jax.nn.silu(y) for y in qkv]
+        qkv = [checkpoint_name(y, MIXER_IN) for y in qkv]
         qk_width = cfg.num_heads * self.key_dim
-        qkv = checkpoint_name(qkv, MIXER_IN)
-        q, k, v = jnp.split(qkv, [qk_width, 2 * qk_width], axis=-1)
+        q, k, v = qkv if len(qkv) == 3 else jnp.split(qkv[0], [qk_width, 2 * qk_width], axis=-1)
         q = q.reshape(B, T, cfg.num_heads, self.key_dim)
         k = k.reshape(B, T, cfg.num_heads, self.key_dim)
         v = v.reshape(B, T, cfg.num_v_heads, self.value_dim)

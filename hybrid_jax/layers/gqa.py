@@ -13,7 +13,7 @@ from hybrid_jax.kernels.attention.cached import attention_cached
 from hybrid_jax.kernels.precision import accumulator
 from hybrid_jax.layers import cache
 from hybrid_jax.layers.context import MIXER_IN, Context
-from hybrid_jax.layers.linear import Linear, matmul
+from hybrid_jax.layers.linear import Linear
 from hybrid_jax.layers.norm import RMSNorm
 from hybrid_jax.layers.rotary import rotate
 
@@ -67,4 +67,4 @@ class GQA(nnx.Module):
         if cfg.output_gate:
             compute = accumulator(o.dtype)
             o = (o.astype(compute) * jax.nn.sigmoid(gate.astype(compute))).astype(o.dtype)
-        return matmul(o.reshape(B, T, H * K), self.o_proj.weight[...]), state
+        return self.o_proj(o.reshape(B, T, H * K)), state

@@ -3,11 +3,16 @@
 Shapes: B batch, T time, D model, I inner (expand x D), H heads, P head channels, G groups, N state, W taps.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
+from hybrid_jax.kernels import dispatch
 from hybrid_jax.kernels.mamba2 import ssd
 from hybrid_jax.kernels.precision import upcast
 from hybrid_jax.layers.context import MIXER_IN, Context
@@ -50,18 +55,28 @@ class Mamba2(nnx.Module):
         cfg = self.cfg
         Bsz, T, _ = x.shape
         G, N = cfg.n_groups, cfg.state_size
-        zxbcdt = matmul(x, self.in_proj.weight[...])
-        z, xbc, dt = jnp.split(zxbcdt, [self.inner, zxbcdt.shape[-1] - self.heads], axis=-1)
-        xbc, conv_state = short_conv(
-            xbc,
-            self.conv1d.weight[...],
-            self.conv1d.bias[...],
-            initial_state=None if state is None else state["conv"],
-            segment_ids=ctx.segment_ids,
-            count=ctx.count,
-        )
-        xbc = checkpoint_name(xbc, MIXER_IN)
-        u, B, C = jnp.split(xbc, [self.inner, self.inner + G * N], axis=-1)
+        widths = [self.inner, self.inner, G * N, G * N, self.heads]
+        edges = np.cumsum(widths)[:-1]
+        taps: Any = self.conv1d.weight[...]
+        bias: Any = self.conv1d.bias[...]
+        before: Any = None if state is None else state["conv"]
+        if dispatch.splits_weights():  # each of z, x, B, C and dt by heads
+            parts = jnp.split(self.in_proj.weight[...], edges, axis=1)
+            by_heads = PartitionSpec(None, dispatch.TENSOR_AXIS)
+            z, *xbc, dt = (matmul(x, w, self.in_proj.spec, by_heads) for w in parts)
+            inner = np.cumsum(widths[1:3])
+            taps, bias = jnp.split(taps, inner), jnp.split(bias, inner)
+            before = [None] * 3 if before is None else jnp.split(before, inner, axis=-1)
+        else:
+            z, joined, dt = jnp.split(self.in_proj(x), edges[[0, 3]], axis=-1)
+            xbc, taps, bias, before = [joined], [taps], [bias], [before]
+        convolved = [
+            short_conv(y, w, b, initial_state=s, segment_ids=ctx.segment_ids, count=ctx.count)
+            for y, w, b, s in zip(xbc, taps, bias, before, strict=True)
+        ]
+        xbc = [checkpoint_name(y, MIXER_IN) for y, _ in convolved]
+        conv_state = jnp.concatenate([final for _, final in convolved], axis=-1)
+        u, B, C = xbc if len(xbc) == 3 else jnp.split(xbc[0], np.cumsum(widths[1:3]), axis=-1)
         dt = ctx.unpadded(jax.nn.softplus(upcast(dt) + self.dt_bias[...]))
         y, ssm_state = ssd(
             u.reshape(Bsz, T, self.heads, cfg.head_dim),
@@ -76,4 +91,4 @@ class Mamba2(nnx.Module):
             backend=ctx.backend,
         )
         y = gate_then_norm(y.reshape(Bsz, T, self.inner), z, self.norm.weight[...], self.norm.eps, G)
-        return matmul(y, self.out_proj.weight[...]), {"ssm": ssm_state, "conv": conv_state}
+        return self.out_proj(y), {"ssm": ssm_state, "conv": conv_state}

@@ -14,7 +14,7 @@ from hybrid_jax.kernels.attention.cached import attention_cached
 from hybrid_jax.kernels.precision import einsum
 from hybrid_jax.layers import cache
 from hybrid_jax.layers.context import MIXER_IN, Context
-from hybrid_jax.layers.linear import Linear, matmul, together
+from hybrid_jax.layers.linear import Linear, together
 from hybrid_jax.layers.norm import RMSNorm
 from hybrid_jax.layers.rotary import rotate
 
@@ -52,7 +52,7 @@ class MLA(nnx.Module):
         B, T, _ = x.shape
         N, R, V, H = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim, cfg.num_heads
         down = self.q_a_proj if cfg.q_lora_rank else self.q_proj
-        q, kv = together(x, [[down.weight[...]], [self.kv_a_proj_with_mqa.weight[...]]])
+        q, kv = together(x, [down, self.kv_a_proj_with_mqa])
         if cfg.q_lora_rank:
             q = self.q_b_proj(self.q_a_layernorm(q))
         q = q.reshape(B, T, H, N + R)
@@ -75,7 +75,7 @@ class MLA(nnx.Module):
         cfg = self.cfg
         N, H = cfg.qk_nope_head_dim, cfg.num_heads
         B, T, R = k_rope.shape
-        kv = matmul(latent, self.kv_b_proj.weight[...]).reshape(B, T, H, N + cfg.v_head_dim)
+        kv = self.kv_b_proj(latent).reshape(B, T, H, N + cfg.v_head_dim)
         k_rope = jnp.broadcast_to(k_rope[:, :, None], (B, T, H, R))
         return jnp.concatenate([kv[..., :N], k_rope], axis=-1), kv[..., N:]
 

@@ -40,9 +40,9 @@ def attention(
         segment_ids = jnp.zeros((B, T), jnp.int32)
 
     def rows(q, k, v, segment_ids):
-        return fn(q, k, v, segment_ids, scale)
+        return (fn(q, k, v, segment_ids, scale),)
 
-    return dispatch.over_batch(rows)(q, k, v, segment_ids)
+    return dispatch.over_devices(rows, ("B.H", "B.H", "B.H", "B"), ("B.H",))(q, k, v, segment_ids)[0]
 
 
 def _check_shapes(q, k, v, segment_ids) -> None:

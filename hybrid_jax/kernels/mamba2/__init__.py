@@ -51,10 +51,11 @@ def ssd(
     if segment_ids is None:
         segment_ids = jnp.zeros((batch, T), jnp.int32)
 
-    def rows(x, dt, B, C, initial_state, segment_ids, A, D):
+    def rows(x, dt, A, B, C, D, initial_state, segment_ids):
         return fn(x, dt, A, B, C, D, initial_state, segment_ids, chunk_size)
 
-    return dispatch.over_batch(rows)(x, dt, B, C, initial_state, segment_ids, replicated=(A, D))
+    layouts = ("B.H", "B.H", "H", "B.H", "B.H", "H", "BH", "B")
+    return dispatch.over_devices(rows, layouts, ("B.H", "BH"))(x, dt, A, B, C, D, initial_state, segment_ids)
 
 
 def _check_shapes(x, dt, A, B, C, D, initial_state, segment_ids) -> None:

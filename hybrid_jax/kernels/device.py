@@ -20,27 +20,10 @@ def dot(a, b):
 
 
 @triton.jit
-def round_to_bf16(x):
-    """fp32 x, less than 2^111, rounded to 8 bits and still in fp32 (Veltkamp's splitting).
-
-    A conversion there and back would take a GPU's slow unit once an element; rounded tiles are converted in pairs."""
-    high = x * 65536.0 + x
-    return high - (high - x)
-
-
-@triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """fp32 x with the bits that `dtype` keeps."""
-    if dtype != tl.float32:
-        x = round_to_bf16(x)
-    return x
-
-
-@triton.jit
 def split(x, dtype: tl.constexpr):
     """fp32 x as (high, low) of `dtype` with x ~ high + low (low = 0 when dtype is fp32)."""
-    high = rounded(x, dtype)
-    return high.to(dtype), (x - high).to(dtype)
+    high = x.to(dtype)
+    return high, (x - high.to(tl.float32)).to(dtype)
 
 
 @triton.jit
@@ -66,22 +49,6 @@ def store_rows(pointer, x, start, stride, columns, rows: tl.constexpr, height, w
     """The counterpart of load_rows; x is rounded to the pointer's type."""
     tile, mask = _tile(pointer, start, stride, columns, rows, height, width)
     tl.store(tile, x.to(pointer.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_columns(pointer, start, stride, rows, columns: tl.constexpr, height, width: tl.constexpr):
-    """[rows, columns] tile of the transposed matrix: `rows` are its column numbers, its rows start.. are columns.
-
-    Tiles [channels, tokens] of the result of a dot are left operands of the next dot as they lie in registers (on
-    NVIDIA GPUs), and what goes through shared memory is small [tokens, tokens] matrices."""
-    return tl.trans(load_rows(pointer, start, stride, rows, columns, height, width))
-
-
-@triton.jit
-def store_columns(pointer, x, start, stride, rows, columns: tl.constexpr, height, width: tl.constexpr):
-    """The counterpart of load_columns; x is rounded to the pointer's type."""
-    x = tl.trans(x.to(pointer.dtype.element_ty))
-    store_rows(pointer, x, start, stride, rows, columns, height, width)
 
 
 @triton.jit

@@ -5,16 +5,15 @@ of 2b tokens, rows from its right half and columns from its left half, where
 
     exp(sum of gates between) = exp(sum from the middle through i) exp(sum after j to the middle)
 
-has two exponents <= 0 for any gates. A tile of decays [K, C] for width b holds the first factor for tokens of right
-halves and the second for those of left halves, so that one product k * decay serves as rows and as columns.
+has two exponents <= 0 for any gates. A tile of decays [C, K] for width b holds the first factor in rows of right
+halves and the second in rows of left halves, so that one product k * decay serves as rows and as columns.
 
 Sums of gates are products with 0/1 matrices: exactly the gates between, and none of a later token or another document,
-enter a decay, not even in rounding. Log decays are to base 2: a GPU's exp2 is one instruction, its exp six.
+enter a decay, not even in rounding.
 
-Within a block of S = 16 tokens one square does where its gates allow it: 2^(G_i + CENTRE) 2^(-G_j - CENTRE), with the
+Within a block of S = 16 tokens one square does where its gates allow it: exp(G_i + CENTRE) exp(-G_j - CENTRE), with the
 sums G from the block's start, is in range down to G = STEEPEST. Tokens from which on it is not (their own gates and
-earlier ones decide) take the dyadic squares for their rows instead. Gates above STEEPEST / S never need them. Squares
-of width 16 have the same rows, 2^(G_i + CENTRE), and columns 2^(sum after j to the block's end - CENTRE).
+earlier ones decide) take the dyadic squares for their rows instead. Gates above STEEPEST / S never need them.
 
 Shapes: C chunk, K key dim (a tile's width).
 """
@@ -22,26 +21,10 @@ Shapes: C chunk, K key dim (a tile's width).
 import triton
 import triton.language as tl
 
-from hybrid_jax.kernels.device import BLOCK, dot, load_columns, split
+from hybrid_jax.kernels.device import BLOCK, dot, load_rows
 
-# 2^92 and 2^-92 leave ten decimal digits to the end of the range of fp32 and of bf16, for what they multiply.
-STEEPEST, CENTRE = tl.constexpr(-184.0), tl.constexpr(92.0)
-LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def token_documents(documents, b, n, T: tl.constexpr, C: tl.constexpr):
-    """The documents of the tokens of chunk n in a packed row [C]."""
-    return tl.load(documents + b * T + tl.minimum(n * C + tl.arange(0, C), T - 1))
-
-
-@triton.jit
-def chunk_documents(documents, b, n, T: tl.constexpr, C: tl.constexpr):
-    """Of chunk n in a packed row: the tokens' documents [C], those of the token before it and of its last one."""
-    ids = documents + b * T
-    before = tl.load(ids + tl.maximum(n * C - 1, 0))
-    last = tl.load(ids + tl.minimum(n * C + C - 1, T - 1))
-    return token_documents(documents, b, n, T, C), before, last
+# exp(64) and exp(-64) leave ten decimal digits to the end of the range of fp32 and of bf16, for what they multiply.
+STEEPEST, CENTRE = tl.constexpr(-128.0), tl.constexpr(64.0)
 
 
 @triton.jit
@@ -56,12 +39,6 @@ def _log1p(u):
     x = x * u + 0.33319270610809326
     x = x * u - 0.49999502301216125
     return (x * u + 1.0) * u
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + e^x)."""
-    return tl.maximum(x, 0.0) + _log1p(tl.exp2(-LOG2E * tl.abs(x)))
 
 
 @triton.jit
@@ -80,83 +57,60 @@ def log_decays(
     FORM: tl.constexpr,
     BOUND: tl.constexpr,
 ):
-    """(raw gates + bias, log2 of decays <= 0) of chunk n [K, C] fp32; 0 past the last token."""
-    x = load_columns(gates + (b * T * HV + head) * K, n * C, HV * K, key, C, T, K).to(tl.float32)
-    if FORM == "log":
-        g = x * LOG2E
-    else:
-        x += tl.load(dt_bias + head * K + key, mask=key < K, other=0.0)[:, None]
+    """(raw gates + bias, log decays g <= 0) of chunk n [C, K] fp32; g is 0 past the last token."""
+    x = load_rows(gates + (b * T * HV + head) * K, n * C, HV * K, key, C, T, K).to(tl.float32)
+    g = x
+    if FORM != "log":
+        x += tl.load(dt_bias + head * K + key, mask=key < K, other=0.0)[None, :]
         rate = tl.exp(tl.load(A_log + head))
         if FORM == "softplus":
-            g = (-rate * LOG2E) * softplus(x)
+            g = -rate * (tl.maximum(x, 0.0) + _log1p(tl.exp(-tl.abs(x))))
         else:
-            g = (BOUND * LOG2E) * tl.sigmoid(rate * x)
-        g = tl.where((tl.arange(0, C) < T - n * C)[None, :], g, 0.0)
+            g = BOUND * tl.sigmoid(rate * x)
+        g = tl.where((tl.arange(0, C) < T - n * C)[:, None], g, 0.0)
     # Whatever decays by more than this is zero; an infinite gate would make 0 * inf in a sum.
     return x, tl.maximum(g, -1e4)
 
 
 @triton.jit
-def sums(high, low, keep, PARTS: tl.constexpr):
-    """Of each token (column) the gates of those tokens (rows) that `keep` [C,C] selects, summed [K,C]; gates, or
-    whatever else, as high and low part."""
+def _sums(keep, high, low, PARTS: tl.constexpr):
+    """Of each row the gates that `keep` [C,C] selects, summed [C,K]; g as high and low part."""
     matrix = keep.to(high.dtype)
-    x = dot(high, matrix)
+    x = dot(matrix, high)
     if PARTS == 2:
-        x += dot(low, matrix)
+        x += dot(matrix, low)
     return x
 
 
 @triton.jit
-def token_sums(x, keep, document, PACKED: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """Of each token the columns of x [K,C] that `keep` [C,C] selects, as in `sums`, within its document."""
-    if PACKED:
-        keep = keep & (document[:, None] == document[None, :])
-    high, low = split(x, dtype)
-    return sums(high, low, keep, PARTS)
-
-
-@triton.jit
-def one_block(C: tl.constexpr):
-    """Whether two tokens lie in one block of 16 [C,C]."""
-    block = tl.arange(0, C) // BLOCK
-    return block[:, None] == block[None, :]
-
-
-@triton.jit
 def block_sums(high, low, document, C: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr):
-    """G: the gates from the block's start through each token, those of its document summed [K,C]."""
+    """G: the gates from the block's start through each token, those of its document summed [C,K]."""
     at = tl.arange(0, C)
-    keep = (at[:, None] <= at[None, :]) & one_block(C)
+    row, column = at[:, None], at[None, :]
+    keep = (column <= row) & (row // BLOCK == column // BLOCK)
     if PACKED:
         keep = keep & (document[:, None] == document[None, :])
-    return sums(high, low, keep, PARTS)
+    return _sums(keep, high, low, PARTS)
 
 
 @triton.jit
-def row_decay(total):
-    """2^(G + CENTRE)."""
-    return tl.exp2(total + CENTRE)
+def row_decay(sums):
+    """exp(G + CENTRE)."""
+    return tl.exp(sums + CENTRE)
 
 
 @triton.jit
-def column_decay(total):
-    """2^(-G - CENTRE), finite for steep rows too."""
-    return tl.exp2(-tl.maximum(total, STEEPEST) - CENTRE)
-
-
-@triton.jit
-def rest_decay(high, low, C: tl.constexpr, PARTS: tl.constexpr):
-    """2^-CENTRE times the decay after each token to its block's end [K,C]."""
-    at = tl.arange(0, C)
-    return tl.exp2(sums(high, low, (at[:, None] > at[None, :]) & one_block(C), PARTS) - CENTRE)
+def column_decay(sums):
+    """exp(-G - CENTRE), finite for steep rows too."""
+    return tl.exp(-tl.maximum(sums, STEEPEST) - CENTRE)
 
 
 @triton.jit
 def in_block(C: tl.constexpr):
     """Whether (row, column) are a pair j < i of one block [C,C]."""
     at = tl.arange(0, C)
-    return (at[None, :] < at[:, None]) & one_block(C)
+    row, column = at[:, None], at[None, :]
+    return (column < row) & (row // BLOCK == column // BLOCK)
 
 
 @triton.jit
@@ -175,25 +129,32 @@ def in_square(level, C: tl.constexpr):
 
 @triton.jit
 def square_decay(high, low, level, C: tl.constexpr, PARTS: tl.constexpr):
-    """The tile of decays for squares of width b = 2^level [K,C]."""
+    """The tile of decays for squares of width b = 2^level [C,K]."""
     at = tl.arange(0, C)
-    summed, token = at[:, None], at[None, :]
-    middle = ((token >> level) | 1) << level
-    through = (middle <= summed) & (summed <= token)
-    after = (token < summed) & (summed < middle)
-    return tl.exp2(sums(high, low, ((token >= middle) & through) | ((token < middle) & after), PARTS))
+    row, column = at[:, None], at[None, :]
+    middle = ((row >> level) | 1) << level
+    through = (middle <= column) & (column <= row)
+    after = (row < column) & (column < middle)
+    return tl.exp(_sums(((row >= middle) & through) | ((row < middle) & after), high, low, PARTS))
 
 
 @triton.jit
-def entering_decay(high, low, C: tl.constexpr, PARTS: tl.constexpr):
-    """The decay from the chunk's start through each token of the first document [K,C]."""
-    at = tl.arange(0, C)
-    keep = at[:, None] <= at[None, :]
-    return tl.exp2(sums(high, low, keep, PARTS))
+def widest_level(C: tl.constexpr):
+    """The level of the widest square of a chunk."""
+    return 3 if C == 16 else 4 if C == 32 else 5
+
+
+@triton.jit
+def entering_decay(high, low, sums, C: tl.constexpr, PARTS: tl.constexpr):
+    """The decay from the chunk's start through each token of the first document [C,K]; `sums` as of `block_sums`."""
+    if C > BLOCK:
+        at = tl.arange(0, C)
+        sums = _sums(at[None, :] <= at[:, None], high, low, PARTS)
+    return tl.exp(sums)
 
 
 @triton.jit
 def leaving_decay(high, low, C: tl.constexpr, PARTS: tl.constexpr):
-    """The decay after each token to the chunk's end [K,C]."""
+    """The decay after each token to the chunk's end [C,K]."""
     at = tl.arange(0, C)
-    return tl.exp2(sums(high, low, at[:, None] > at[None, :], PARTS))
+    return tl.exp(_sums(at[None, :] > at[:, None], high, low, PARTS))

@@ -4,22 +4,17 @@
     S <- diag(gamma_C) S + X^T E,  X = T'^T (Lambda K),
 
 gamma_i the decays from the chunk's start through token i, Lambda_j those after j to its end, both at most 1. What is
-multiplied with decays (gamma K, scale gamma Q, X) is written by `prepare`, T' and P by `pairs`, whose pairs of tokens
-are covered by squares (kernels.kda.decays) that are in range for any gates.
+multiplied with decays (gamma K, scale gamma Q, X) is written once, by `prepare`, as are T' and P, whose pairs of
+tokens are covered by dyadic squares (kernels.kda.decays): no exponent is positive for any gates.
 
 The log decays g come from the raw gate inside the kernels, forward and again backward:
 
     softplus: g = -exp(A_log) softplus(f + dt_bias);  bounded: g = lower_bound sigmoid(exp(A_log) (f + dt_bias)).
 
-Forward: `pairs` (each chunk alone), `prepare` (each chunk and block of channels alone), `scan` (the state before each
-chunk), `output` (each chunk alone). Backward: `prepare` again, `value_gradients` (each chunk alone: what follows from
-do), `reverse_scan`, `state_gradients` (each chunk alone: what follows from dV and the gradients of the states),
-`pair_gradients` and `input_gradients` (each chunk and block of channels alone: all that is elementwise in channels; as
-one kernel they would need twice the registers there are). Saved between forward and backward: the inputs, the states,
-and what `pairs` wrote.
-
-Kernels over channels hold tiles [channels, tokens]: sums of gates and products with matrices of pairs are dots from the
-right, whose left operands are in registers already. What such a kernel takes is set by its registers, so few at once.
+Forward: `prepare` (each chunk alone), `scan` (the state before each chunk), `output` (each chunk alone). Backward:
+`prepare` again, `value_gradients` (each chunk alone: what follows from do), `reverse_scan`, `state_gradients` (each
+chunk alone: what follows from dV and the gradients of the states), `input_gradients` (each chunk and block of channels
+alone: all that is elementwise in channels). Saved between forward and backward: the inputs and the states.
 
 Gradients of u = x / |x| become those of x by taking out what lies along u. That needs a sum over all channels, which
 the blocks of channels do not have; it follows from vectors over values: with sigma = u . d loss / d u,
@@ -33,12 +28,11 @@ cancel exactly.
 Precision with bf16 inputs: as in kernels.gdn.triton; gates, decays and their sums are fp32, decayed keys and queries
 are rounded to bf16 for the dots, and those of A and X keep 16 bits.
 
-Bytes a token and value head, R value heads a q/k head, bf16, q and k read once a group thanks to the cache: pairs
-4K/R + 2K + 6C + 16; prepare 4K/R + 8K + 4C + 8; scan 4K + 2V + 2KV/C; output 4K + 4V + 6C + 2KV/C; value_gradients
-6K + 8V + 8C + 2KV/C; reverse_scan 6K + 6V + 2KV/C; state_gradients 4K + 6V + 2C + 4KV/C; pair_gradients 4K/R + 8K + 4C;
-input_gradients 8K/R + 16K. With `prepare` twice 24K/R + 66K + 26V + 34C + 12KV/C: for K = 32, V = 64, R = 1, C = 16
-6.6 KB, for K = V = 128, C = 32 22 KB. Reading and writing every tensor of forward and backward once takes 12K/R + 6K +
-14V bytes.
+Bytes a token and value head, R value heads a q/k head, bf16, q and k read once a group thanks to the cache: prepare
+4K/R + 8K + 6C + 12; scan 4K + 2V + 2KV/C; output 4K + 4V + 6C + 2KV/C; value_gradients 6K + 8V + 8C + 2KV/C;
+reverse_scan 6K + 6V + 2KV/C; state_gradients 4K + 6V + 2C + 4KV/C; input_gradients 8K/R + 10K + 4C. With `prepare`
+twice 16K/R + 50K + 26V + 32C + 12KV/C: for K = 32, V = 64, R = 1, C = 16 5.8 KB, for K = V = 128, C = 32 19 KB. Reading
+and writing every tensor of forward and backward once takes 12K/R + 6K + 14V bytes.
 
 Shapes: B batch, T time, H q/k heads, R value heads per q/k head, HV = H R, K key dim, V value dim, N chunks, C chunk.
 """
@@ -55,7 +49,6 @@ from hybrid_jax.kernels.delta import plan as planning
 from hybrid_jax.kernels.delta.plan import Plan
 from hybrid_jax.kernels.delta.scans import reverse_scan, scan
 from hybrid_jax.kernels.kda.channels import input_gradients, prepare
-from hybrid_jax.kernels.kda.pairs import pair_gradients, pairs
 from hybrid_jax.kernels.kda.values import output, state_gradients, value_gradients
 
 
@@ -70,12 +63,10 @@ class _Options(NamedTuple):
 
 
 _ROWS = {
-    "pairs": planning.CHANNELS,
     "prepare": {**planning.CHUNKS, **planning.CHANNELS},
     "output": planning.VALUES,
     "value_gradients": planning.VALUES,
     "state_gradients": planning.VALUES,
-    "pair_gradients": planning.CHANNELS,
     "input_gradients": planning.CHANNELS,
 }
 
@@ -95,12 +86,12 @@ def _of_gates(plan: Plan, options: _Options):
     return constants | {"PACKED": options.packed, "PARTS": plan.parts}
 
 
-def _prepare(plan: Plan, options: _Options, raw, inverse, q_norms, k_norms):
-    """(readers, queries, writers, carries) of `prepare`."""
-    programs = plan.B * plan.chunks * plan.HV * plan.channel_blocks(prepare)
+def _prepare(plan: Plan, options: _Options, inputs):
+    """(inverse, readers, queries, writers, attention, carries, q_norms, k_norms, lowest) of `prepare`."""
+    programs = plan.B * plan.chunks * plan.HV
     carries = plan.shape(plan.B, plan.HV, plan.chunks, plan.K, dtype=jnp.float32)
-    outputs = (*3 * [plan.per_key], carries)
-    return plan.launch(prepare, (*raw, q_norms, k_norms, inverse), outputs, programs, _of_gates(plan, options))
+    outputs = (plan.inverse, *3 * [plan.per_key], plan.pairs, carries, *3 * [plan.vector])
+    return plan.launch(prepare, inputs, outputs, programs, _of_gates(plan, options))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -110,31 +101,25 @@ def _kda(options, q, k, v, gates, A_log, dt_bias, beta, initial_state, documents
 
 def _forward(options, q, k, v, gates, A_log, dt_bias, beta, initial_state, documents):
     plan = _plan(q, v, options.packed)
-    programs = plan.B * plan.chunks * plan.HV
-    raw = (q, k, gates, A_log, dt_bias, documents)
-    outputs = (plan.inverse, plan.pairs, *3 * [plan.vector])
-    inputs = (*raw[:-1], beta, documents)
-    inverse, attention, *of_tokens = plan.launch(pairs, inputs, outputs, programs, _of_gates(plan, options))
-    # Named, they are kept with the states where a layer is computed again: less than a tensor like q.
-    attention, inverse, *of_tokens = (checkpoint_name(x, RESIDUAL) for x in (attention, inverse, *of_tokens))
-    readers, queries, writers, carries = _prepare(plan, options, raw, inverse, *of_tokens[:2])
+    raw = (q, k, gates, A_log, dt_bias, beta, documents)
+    inverse, readers, queries, writers, attention, carries, *_ = _prepare(plan, options, raw)
     states, final = _scan(plan, scan, (readers, v, writers, carries, carries), initial_state)
     programs = plan.B * plan.chunks * plan.HV * plan.blocks(output)
     constants = {"V": plan.V, "PARTS": plan.parts}
     seen = (readers, queries, v, inverse, attention, states)
     (o,) = plan.launch(output, seen, [plan.per_value], programs, constants)
     o, states = checkpoint_name(o, RESIDUAL), checkpoint_name(states, RESIDUAL)
-    return (o, final), (raw, v, beta, states, attention, inverse, of_tokens)
+    return (o, final), (q, k, v, gates, A_log, dt_bias, beta, documents, states)
 
 
 def _backward(options, saved, cotangents):
-    raw, v, beta, states, attention, inverse, of_tokens = saved
-    q, k, gates, A_log, dt_bias, _ = raw
+    q, k, v, gates, A_log, dt_bias, beta, documents, states = saved
     do, dfinal = cotangents
     plan = _plan(q, v, options.packed)
     programs, vector = plan.B * plan.chunks * plan.HV, plan.vector
-    readers, queries, writers, carries = _prepare(plan, options, raw, inverse, *of_tokens[:2])
-    values, dv_local, dattention, asked, along_q = plan.launch(
+    raw = (q, k, gates, A_log, dt_bias, beta, documents)
+    inverse, readers, queries, writers, attention, carries, *of_tokens = _prepare(plan, options, raw)
+    values, dv_local, *of_queries = plan.launch(
         value_gradients,
         (readers, queries, v, do, inverse, attention, states),
         (plan.per_value, plan.per_value, plan.pairs, plan.per_key, vector),
@@ -143,24 +128,17 @@ def _backward(options, saved, cotangents):
     )
     scanned = (queries, readers, do, dv_local, carries, writers, carries, carries)
     dv, dstates, dinitial = _scan(plan, reverse_scan, scanned, dfinal, [plan.per_value])
-    dpairs, read, written, through, along_k, dbeta = plan.launch(
+    *of_keys, dbeta = plan.launch(
         state_gradients,
         (v, beta, values, dv, states, dstates),
         (plan.pairs, plan.per_key, plan.per_key, carries, vector, beta),
         programs,
         {"V": plan.V},
     )
-    of_pairs = plan.launch(
-        pair_gradients,
-        (*raw, *of_tokens, dattention, dpairs),
-        3 * [plan.per_key],
-        programs * plan.channel_blocks(pair_gradients),
-        _of_gates(plan, options),
-    )
     sums = plan.shape(plan.B, plan.chunks, plan.HV, 2, plan.K, dtype=jnp.float32)
     dq, dk, dgates, sums = plan.launch(
         input_gradients,
-        (*raw, *of_tokens[:2], *of_pairs, asked, along_q, read, written, through, along_k),
+        (q, k, gates, A_log, dt_bias, documents, *of_tokens, *of_queries, *of_keys),
         (q, k, gates, sums),
         plan.B * plan.chunks * plan.H * plan.channel_blocks(input_gradients),
         _of_gates(plan, options),

@@ -93,7 +93,9 @@ def _with_end(definition: dict[str, Any], end: int) -> tuple[dict[str, Any], str
     definition = {**definition, "added_tokens": [added[id] for id in sorted(added)]}
     # A reader gives a token that is not in the vocabulary the next free id, whatever stands there.
     if from_definition(json.dumps(definition), "tokenizer").token_to_id(token) != end:
-        raise UserError(f"tokenizer: its end-of-document id {end} is none of its {bpe.get_vocab_size()} tokens or the next")
+        raise UserError(
+            f"tokenizer: its end-of-document id {end} is none of its {bpe.get_vocab_size()} tokens or the next"
+        )
     return definition, token
 
 

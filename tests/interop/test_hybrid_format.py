@@ -85,8 +85,8 @@ def test_a_folder_loads_where_hybrid_jax_is_not_installed(tmp_path):
     import torch
     from safetensors.numpy import save_file
 
-    from tests.interop.hybrid_pairs import drawn, load, torch_model, torch_names
     from hybrid_jax.model import Model
+    from tests.interop.hybrid_pairs import drawn, load, torch_model, torch_names
 
     config = CASES["hybrid_jax"]["every kind"]
     params = drawn(Model(config.model), 0)

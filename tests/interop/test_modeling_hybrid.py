@@ -1,5 +1,6 @@
 """The PyTorch model of an export against the JAX model: logits and gradients; and what PyTorch users do with it."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -107,9 +108,11 @@ def test_logits_and_gradients_are_those_of_jax(case):
 
 @pytest.fixture(scope="module")
 def demo():
-    """(PyTorch model, its parameters in JAX, and JAX's logits of parameters and ids [1, 265]): the demo's stack, with the
+    """PyTorch model, its parameters in JAX, and JAX's logits of parameters and ids [1, 265]: the demo's stack, with
     options that matter to caches."""
-    cfg = model_config(DEMO, gqa=with_(GQA, output_gate=True, qk_norm=True), mla=with_(MLA, rope=YARN, qk_rope_head_dim=8))
+    cfg = model_config(
+        DEMO, gqa=with_(GQA, output_gate=True, qk_norm=True), mla=with_(MLA, rope=YARN, qk_rope_head_dim=8)
+    )
     jax_model = Model(cfg, backend="reference", compute_dtype="float32", attention="reference")
     params, model = drawn(jax_model, 0), torch_model(cfg)
     load(model, cfg, params)
@@ -143,7 +146,7 @@ def ids_of(seed, *shape):
 def logits_of(model, ids, cuts, mask=None, **first):
     """Logits of the parts of ids [B, T] between `cuts`, each part given to the cache after those before."""
     parts, cache = [], None
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         seen = None if mask is None else mask[:, :end]
         output = model(ids[:, start:end], attention_mask=seen, use_cache=True, **{CACHE: cache})
         cache = output[CACHE]
@@ -332,7 +335,9 @@ def test_gradient_checkpointing_and_autocast(model):
     loss, plain = gradients()
     model._set_gradient_checkpointing(True, lambda *a: torch.utils.checkpoint.checkpoint(*a, use_reentrant=False))
     try:
-        assert any(module.gradient_checkpointing for module in model.modules() if hasattr(module, "gradient_checkpointing"))
+        assert any(
+            module.gradient_checkpointing for module in model.modules() if hasattr(module, "gradient_checkpointing")
+        )
         loss_again, again = gradients()
     finally:
         model._set_gradient_checkpointing(False)
@@ -365,8 +370,8 @@ def test_autocast_rounds_nothing_in_the_recurrences():
 
 
 def test_flash_linear_attentions_kernels_get_their_arguments(model, monkeypatch):
-    """On a GPU in bf16 the delta rules are calls of that package: here of a stand-in with its signatures, which computes
-    token by token what they document."""
+    """On a GPU in bf16 the delta rules are calls of that package: here of a stand-in with its signatures, which
+    computes token by token what they document."""
     called = []
 
     def kernel(name, q, k, v, g, beta, *, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel):

@@ -1,10 +1,11 @@
 """Configuration of a hybrid language model: a string that names its sublayers, and one section of sizes for each kind.
 
-    *  multi-head latent attention (mla)     A  grouped-query attention (gqa)     -  SwiGLU
-    G  Gated DeltaNet (gdn)                  K  Kimi Delta Attention (kda)        S  Mamba2 (mamba2)
+*  multi-head latent attention (mla)     A  grouped-query attention (gqa)     -  SwiGLU
+G  Gated DeltaNet (gdn)                  K  Kimi Delta Attention (kda)        S  Mamba2 (mamba2)
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -28,7 +29,7 @@ _DELTA = {
     "norm_eps": 0.0,
 }
 # A norm_eps of 0 stands for the model's.
-SECTIONS = {
+SECTIONS: dict[str, dict[str, Any]] = {
     "mla": {
         "num_heads": 0,
         "q_lora_rank": 0,  # 0: queries are projected directly
@@ -84,8 +85,7 @@ class HybridConfig(PretrainedConfig):
     """
 
     model_type = "hybrid_jax"
-    # The first two are the cache's name in different versions of transformers.
-    keys_to_ignore_at_inference = ["past_key_values", "cache"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
 
     def __init__(
         self,
@@ -113,7 +113,9 @@ class HybridConfig(PretrainedConfig):
         self.layout = layout
         self.num_hidden_layers = len(layout)
         if kwargs.pop("num_hidden_layers", len(layout)) != len(layout):
-            raise ValueError(f"num_hidden_layers: the layout {layout!r} has {len(layout)} sublayers; change that instead")
+            raise ValueError(
+                f"num_hidden_layers: the layout {layout!r} has {len(layout)} sublayers; change that instead"
+            )
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -126,7 +128,8 @@ class HybridConfig(PretrainedConfig):
         self.training = dict(training or {})
         self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        kwargs["tie_word_embeddings"] = tie_word_embeddings
+        super().__init__(**kwargs)
 
     def section(self, name: str) -> SimpleNamespace:
         """Sizes of one kind of sublayer as attributes, `rope` too, with norm_eps resolved."""

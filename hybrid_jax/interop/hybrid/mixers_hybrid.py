@@ -62,12 +62,16 @@ class HybridShortConv(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
 
-def linear(n_in: int, n_out: int, *, bias: bool = False, last: bool = False, bound: float = 0.0) -> nn.Linear:
-    """A projection that a new model draws with `bound` from U(-bound, bound), else normally, the `last` of a sublayer
-    smaller where the config says so."""
-    made = nn.Linear(n_in, n_out, bias=bias)
-    made.last, made.bound = last, bound
-    return made
+class HybridLinear(nn.Linear):
+    """A projection. A new model draws it from U(-bound, bound) where a `bound` is given, else normally, and the `last`
+    one of a sublayer smaller if the config says so."""
+
+    last: bool
+    bound: float
+
+    def __init__(self, n_in: int, n_out: int, *, bias: bool = False, last: bool = False, bound: float = 0.0):
+        super().__init__(n_in, n_out, bias=bias)
+        self.last, self.bound = last, bound
 
 
 def frequencies(rope, channels: int) -> tuple[list[float], float]:
@@ -100,7 +104,8 @@ def cos_sin(rope, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor] | N
     # float64: an fp32 product of a large position and a frequency near 1 is off by up to 0.06 at a million tokens.
     device = "cpu" if positions.device.type == "mps" else positions.device
     angle = positions.to(device, torch.float64)[..., None] * torch.tensor(freq, dtype=torch.float64, device=device)
-    return tuple((f(angle) * factor).float().to(positions.device) for f in (torch.cos, torch.sin))
+    cos, sin = ((f(angle) * factor).float().to(positions.device) for f in (torch.cos, torch.sin))
+    return cos, sin
 
 
 def rotate(x: Tensor, style: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -123,6 +128,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale).transpose(1, 2)
 
 
+def _held(state: State, name: str) -> Tensor | None:
+    return None if state is None else state[name]
+
+
 def _extended(state: State, **new: Tensor) -> dict[str, Tensor]:
     """Each of `new` [B, T, ...] behind what the state holds of it."""
     return new if state is None else {name: torch.cat([state[name], x], dim=1) for name, x in new.items()}
@@ -141,16 +150,16 @@ class HybridMLA(nn.Module):
         self.head_dims = (sizes.qk_nope_head_dim, sizes.qk_rope_head_dim)
         q_width = sizes.num_heads * sum(self.head_dims)
         if sizes.q_lora_rank:
-            self.q_a_proj = linear(width, sizes.q_lora_rank)
+            self.q_a_proj = HybridLinear(width, sizes.q_lora_rank)
             self.q_a_layernorm = HybridRMSNorm(sizes.q_lora_rank, eps)
-            self.q_b_proj = linear(sizes.q_lora_rank, q_width)
+            self.q_b_proj = HybridLinear(sizes.q_lora_rank, q_width)
         else:
-            self.q_proj = linear(width, q_width)
-        self.kv_a_proj_with_mqa = linear(width, sizes.kv_lora_rank + sizes.qk_rope_head_dim)
+            self.q_proj = HybridLinear(width, q_width)
+        self.kv_a_proj_with_mqa = HybridLinear(width, sizes.kv_lora_rank + sizes.qk_rope_head_dim)
         self.kv_a_layernorm = HybridRMSNorm(sizes.kv_lora_rank, eps)
         kv_width = sizes.num_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
-        self.kv_b_proj = linear(sizes.kv_lora_rank, kv_width)
-        self.o_proj = linear(sizes.num_heads * sizes.v_head_dim, width, last=True)
+        self.kv_b_proj = HybridLinear(sizes.kv_lora_rank, kv_width)
+        self.o_proj = HybridLinear(sizes.num_heads * sizes.v_head_dim, width, last=True)
 
     def forward(self, x: Tensor, this: Pass, state: State):
         sizes = self.sizes
@@ -187,13 +196,13 @@ class HybridGQA(nn.Module):
         super().__init__()
         self.sizes = sizes = config.section("gqa")
         width, K = config.hidden_size, sizes.head_dim
-        self.q_proj = linear(width, sizes.num_heads * K * (2 if sizes.output_gate else 1), bias=sizes.bias)
-        self.k_proj = linear(width, sizes.num_kv_heads * K, bias=sizes.bias)
-        self.v_proj = linear(width, sizes.num_kv_heads * K, bias=sizes.bias)
+        self.q_proj = HybridLinear(width, sizes.num_heads * K * (2 if sizes.output_gate else 1), bias=sizes.bias)
+        self.k_proj = HybridLinear(width, sizes.num_kv_heads * K, bias=sizes.bias)
+        self.v_proj = HybridLinear(width, sizes.num_kv_heads * K, bias=sizes.bias)
         if sizes.qk_norm:
             self.q_norm = HybridRMSNorm(K, sizes.norm_eps)
             self.k_norm = HybridRMSNorm(K, sizes.norm_eps)
-        self.o_proj = linear(sizes.num_heads * K, width, last=True)
+        self.o_proj = HybridLinear(sizes.num_heads * K, width, last=True)
 
     def forward(self, x: Tensor, this: Pass, state: State):
         sizes = self.sizes
@@ -222,14 +231,14 @@ class _Delta(nn.Module):
         width = config.hidden_size
         self.value_dim = round(sizes.head_dim * sizes.expand_v)
         self.widths = [sizes.num_heads * sizes.head_dim] * 2 + [sizes.num_v_heads * self.value_dim]
-        self.q_proj, self.k_proj, self.v_proj = (linear(width, w) for w in self.widths)
-        self.b_proj = linear(width, sizes.num_v_heads)
+        self.q_proj, self.k_proj, self.v_proj = (HybridLinear(width, w) for w in self.widths)
+        self.b_proj = HybridLinear(width, sizes.num_v_heads)
         if sizes.use_short_conv:
             convolutions = (HybridShortConv(w, sizes.conv_size) for w in self.widths)
             self.q_conv1d, self.k_conv1d, self.v_conv1d = convolutions
         self.A_log = nn.Parameter(torch.empty(sizes.num_v_heads))
         self.o_norm = HybridRMSNorm(self.value_dim, sizes.norm_eps)
-        self.o_proj = linear(self.widths[2], width, last=True)
+        self.o_proj = HybridLinear(self.widths[2], width, last=True)
 
     def decays(self, x: Tensor) -> Tensor:
         """Log decays [B, T, HV, 1 or K] fp32."""
@@ -245,7 +254,7 @@ class _Delta(nn.Module):
         held = {}
         if sizes.use_short_conv:
             taps = torch.cat([conv.weight for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
-            qkv, held["conv"] = short_conv(qkv, taps, None, state and state["conv"], this.counts)
+            qkv, held["conv"] = short_conv(qkv, taps, None, _held(state, "conv"), this.counts)
         else:
             qkv = F.silu(qkv)
         q, k, v = qkv.split(self.widths, dim=-1)
@@ -253,7 +262,7 @@ class _Delta(nn.Module):
         v = v.unflatten(-1, (sizes.num_v_heads, self.value_dim))
         beta = torch.sigmoid(upcast(self.b_proj(x))) * (2.0 if sizes.allow_neg_eigval else 1.0)
         g, beta = this.erase(self.decays(x)), this.erase(beta)
-        o, held["ssm"] = delta_rule(q, k, v, g, beta, state and state["ssm"])
+        o, held["ssm"] = delta_rule(q, k, v, g, beta, _held(state, "ssm"))
         return self.o_proj(self.o_norm(o, gate=self.output_gate(x)).flatten(-2)), held
 
 
@@ -262,10 +271,10 @@ class HybridGDN(_Delta):
 
     def __init__(self, config: HybridConfig):
         super().__init__(config, "gdn")
-        self.a_proj = linear(config.hidden_size, self.sizes.num_v_heads)
+        self.a_proj = HybridLinear(config.hidden_size, self.sizes.num_v_heads)
         self.dt_bias = nn.Parameter(torch.empty(self.sizes.num_v_heads))
         if self.sizes.use_gate:
-            self.g_proj = linear(config.hidden_size, self.widths[2])
+            self.g_proj = HybridLinear(config.hidden_size, self.widths[2])
 
     def decays(self, x: Tensor) -> Tensor:
         rate = torch.exp(upcast(self.A_log))
@@ -284,10 +293,10 @@ class HybridKDA(_Delta):
     def __init__(self, config: HybridConfig):
         super().__init__(config, "kda")
         width, rank, decays = config.hidden_size, self.value_dim, self.sizes.num_v_heads * self.sizes.head_dim
-        self.f_a_proj = linear(width, rank)
-        self.f_b_proj = linear(rank, decays, bound=rank**-0.5)
-        self.g_a_proj = linear(width, rank)
-        self.g_b_proj = linear(rank, self.widths[2], bias=self.sizes.gate_bias, bound=rank**-0.5)
+        self.f_a_proj = HybridLinear(width, rank)
+        self.f_b_proj = HybridLinear(rank, decays, bound=rank**-0.5)
+        self.g_a_proj = HybridLinear(width, rank)
+        self.g_b_proj = HybridLinear(rank, self.widths[2], bias=self.sizes.gate_bias, bound=rank**-0.5)
         self.dt_bias = nn.Parameter(torch.empty(decays))
 
     def decays(self, x: Tensor) -> Tensor:
@@ -315,24 +324,24 @@ class HybridMamba2(nn.Module):
         self.heads = self.inner // sizes.head_dim
         self.shared = sizes.n_groups * sizes.state_size
         conv_width = self.inner + 2 * self.shared
-        self.in_proj = linear(config.hidden_size, self.inner + conv_width + self.heads)
+        self.in_proj = HybridLinear(config.hidden_size, self.inner + conv_width + self.heads)
         self.conv1d = HybridShortConv(conv_width, sizes.conv_size, bias=True)
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.D = nn.Parameter(torch.ones(self.heads))
         self.norm = HybridRMSNorm(self.inner, sizes.norm_eps)
-        self.out_proj = linear(self.inner, config.hidden_size, last=True)
+        self.out_proj = HybridLinear(self.inner, config.hidden_size, last=True)
 
     def forward(self, x: Tensor, this: Pass, state: State):
         sizes, held = self.sizes, {}
         z, xbc, dt = self.in_proj(x).split([self.inner, self.inner + 2 * self.shared, self.heads], dim=-1)
         conv = self.conv1d
-        xbc, held["conv"] = short_conv(xbc, conv.weight, conv.bias, state and state["conv"], this.counts)
+        xbc, held["conv"] = short_conv(xbc, conv.weight, conv.bias, _held(state, "conv"), this.counts)
         u, B, C = xbc.split([self.inner, self.shared, self.shared], dim=-1)
         B, C = (s.unflatten(-1, (sizes.n_groups, sizes.state_size)) for s in (B, C))
         dt = this.erase(F.softplus(upcast(dt) + upcast(self.dt_bias)))
         u = u.unflatten(-1, (self.heads, sizes.head_dim))
-        y, held["ssm"] = ssd(u, dt, -torch.exp(upcast(self.A_log)), B, C, upcast(self.D), state and state["ssm"])
+        y, held["ssm"] = ssd(u, dt, -torch.exp(upcast(self.A_log)), B, C, upcast(self.D), _held(state, "ssm"))
         y = self.norm(upcast(y.flatten(-2)) * F.silu(upcast(z)), groups=sizes.n_groups)
         return self.out_proj(y.to(x.dtype)), held
 
@@ -340,9 +349,9 @@ class HybridMamba2(nn.Module):
 class HybridSwiGLU(nn.Module):
     def __init__(self, config: HybridConfig):
         super().__init__()
-        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = linear(config.intermediate_size, config.hidden_size, last=True)
+        self.gate_proj = HybridLinear(config.hidden_size, config.intermediate_size)
+        self.up_proj = HybridLinear(config.hidden_size, config.intermediate_size)
+        self.down_proj = HybridLinear(config.intermediate_size, config.hidden_size, last=True)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)

@@ -8,6 +8,7 @@ Shapes: B batch, T time, S time with what the cache holds, D model.
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +16,26 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .configuration_hybrid import HybridConfig
-from .mixers_hybrid import MIXERS, HybridRMSNorm, HybridShortConv, HybridSwiGLU, Pass, cos_sin
+from .mixers_hybrid import (
+    MIXERS,
+    HybridGDN,
+    HybridKDA,
+    HybridLinear,
+    HybridMamba2,
+    HybridRMSNorm,
+    HybridShortConv,
+    HybridSwiGLU,
+    Pass,
+    cos_sin,
+)
 
 # Versions of transformers differ in what they call the cache.
 _CACHE = next(f.name for f in dataclasses.fields(CausalLMOutputWithPast) if f.name in ("cache", "past_key_values"))
 
 
 class HybridCache:
-    """What the sublayers keep of earlier tokens: recurrent states, the ends of convolutions, MLA's latents, GQA's keys and
-    values. `states` has a dict of tensors [B, ...] a sublayer, None before the first token.
+    """What the sublayers keep of earlier tokens: recurrent states, the ends of convolutions, MLA's latents, GQA's keys
+    and values. `states` has a dict of tensors [B, ...] a sublayer, None before the first token.
 
     `length` counts the tokens taken in, padding too; `real` [B, length] bool tells them apart (None: no padding).
     """
@@ -88,7 +100,7 @@ class HybridLayer(nn.Module):
     def __init__(self, config: HybridConfig, symbol: str):
         super().__init__()
         if symbol != "S" or config.mamba2["pre_norm"]:
-            self.norm = HybridRMSNorm(config.hidden_size, config.norm_eps)
+            self.norm: nn.Module = HybridRMSNorm(config.hidden_size, config.norm_eps)
         else:
             self.norm = nn.Identity()
         if symbol == "-":
@@ -104,6 +116,7 @@ class HybridLayer(nn.Module):
 
 
 class HybridPreTrainedModel(PreTrainedModel):
+    config: HybridConfig
     config_class = HybridConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -125,18 +138,19 @@ class HybridPreTrainedModel(PreTrainedModel):
         def uniform(bound: float):
             return lambda p: p.uniform_(-bound, bound)
 
-        if isinstance(module, nn.Linear | nn.Embedding):
-            if getattr(module, "last", False) and self.config.rescale_out_proj:
+        if isinstance(module, HybridLinear):
+            if module.last and self.config.rescale_out_proj:
                 std *= (2 * self.config.num_hidden_layers) ** -0.5
-            bound = getattr(module, "bound", 0.0)
-            draw(module.weight, uniform(bound) if bound else lambda p: p.normal_(0.0, std))
-            draw(getattr(module, "bias", None), uniform(bound))
+            draw(module.weight, uniform(module.bound) if module.bound else lambda p: p.normal_(0.0, std))
+            draw(module.bias, uniform(module.bound))
+        elif isinstance(module, nn.Embedding):
+            draw(module.weight, lambda p: p.normal_(0.0, std))
         elif isinstance(module, HybridRMSNorm):
             draw(module.weight, lambda p: p.fill_(1.0))
         elif isinstance(module, HybridShortConv):
             for param in (module.weight, module.bias):
                 draw(param, uniform(module.weight.shape[-1] ** -0.5))
-        elif hasattr(module, "A_log"):
+        elif isinstance(module, HybridGDN | HybridKDA | HybridMamba2):
             bounded = getattr(module.sizes, "lower_bound", 0.0) != 0.0
             draw(module.A_log, lambda p: p.zero_() if bounded else p.copy_(torch.empty_like(p).uniform_(1, 16).log()))
             draw(module.dt_bias, _dt_bias)
@@ -193,12 +207,12 @@ class HybridModel(HybridPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
 
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        real = _real_tokens(attention_mask, *given.shape[:2], 0 if cache is None else cache.length)
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        B, T = x.shape[:2]
+        real = _real_tokens(attention_mask, B, T, 0 if cache is None else cache.length)
         order = None if real is None else torch.argsort(~real, dim=1, stable=True)
-        x = self.embed_tokens(_move(input_ids, order)) if inputs_embeds is None else _move(inputs_embeds, order)
-        if real is not None:
-            real = real.gather(1, order)
+        x = _move(x, order)
+        real = None if real is None else _move(real, order)
         this = self._shared(x, real, order, position_ids, cache, keep_state=cache is not None)
 
         back = None if order is None else torch.argsort(order, dim=1)
@@ -214,12 +228,9 @@ class HybridModel(HybridPreTrainedModel):
                     cache.states[i] = state
         x = _move(self.norm(x), back)
         if cache is not None:
-            cache.append(real, *given.shape[:2], x.device)
-        output = BaseModelOutputWithPast(
-            last_hidden_state=x,
-            hidden_states=(*hidden, x) if output_hidden_states else None,
-            **{_CACHE: cache},
-        )
+            cache.append(real, B, T, x.device)
+        fields: dict[str, Any] = {_CACHE: cache, "hidden_states": (*hidden, x) if output_hidden_states else None}
+        output = BaseModelOutputWithPast(last_hidden_state=x, **fields)
         return output if _as_dict(self.config, return_dict) else output.to_tuple()
 
     def _shared(self, x, real, order, position_ids, cache: HybridCache | None, keep_state: bool) -> Pass:
@@ -234,7 +245,9 @@ class HybridModel(HybridPreTrainedModel):
             positions = _move(position_ids.expand(B, T), order)
             packed = positions[:, 1:] != positions[:, :-1] + 1
             if T > 1 and bool((packed if real is None else packed & real[:, 1:]).any()):
-                raise ValueError("position_ids do not count up by one: documents packed into one row are not told apart")
+                raise ValueError(
+                    "position_ids do not count up by one: documents packed into one row are not told apart"
+                )
         config, layout = self.config, self.config.layout
         mla, gqa = config.section("mla"), config.section("gqa")
         mask = None
@@ -278,7 +291,7 @@ def _real_tokens(attention_mask: Tensor | None, batch: int, length: int, past: i
 
 
 def _as_dict(config: HybridConfig, return_dict: bool | None) -> bool:
-    return config.return_dict if return_dict is None else return_dict
+    return bool(config.return_dict if return_dict is None else return_dict)
 
 
 class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
@@ -289,7 +302,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     def __init__(self, config: HybridConfig):
         super().__init__(config)
         self.model = HybridModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = HybridLinear(config.hidden_size, config.vocab_size)
         self.post_init()
 
     @classmethod
@@ -331,7 +344,6 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{_CACHE: getattr(outputs, _CACHE)}
-        )
+        fields = {_CACHE: getattr(outputs, _CACHE), "hidden_states": outputs.hidden_states}
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **fields)
         return output if _as_dict(self.config, return_dict) else output.to_tuple()

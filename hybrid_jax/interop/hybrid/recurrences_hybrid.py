@@ -1,8 +1,9 @@
 """The sequence operations of a hybrid model in plain PyTorch: short convolution, gated delta rule, SSD.
 
 Rows are cut into chunks: matrix products inside a chunk, a short loop over chunks. A decay between two tokens is exp of
-the sum of the gates (<= 0) between them, summed directly and masked before exp: never a difference of long sums, which
-would lose small decays' gradients, and never a positive exponent. States, gates and sums are fp32 (float64 for float64).
+the sum of the gates (<= 0) between them, summed directly and masked before exp: never a difference of long sums, in
+which gradients of fast decays would be lost, and never a positive exponent. States, gates and sums are fp32 (float64
+for float64).
 
 On a GPU, in bf16 or fp16, the delta rules run in flash-linear-attention's kernels where that package can be imported.
 
@@ -37,15 +38,17 @@ def l2_normalize(x: Tensor) -> Tensor:
 def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, counts: Tensor | None):
     """silu(bias + sum_j weight[:, j] x[t - (W-1) + j]) and the last W-1 inputs of each row.
 
-    x [B, T, D], weight [D, 1, W], bias [D]; before [B, W-1, D]: the inputs that came earlier, oldest first (None: zeros).
-    counts [B]: tokens of each row (None: all T). Products and sums in fp32, results in x.dtype.
+    x [B, T, D], weight [D, 1, W], bias [D]; before [B, W-1, D]: the inputs that came earlier, oldest first (None:
+    zeros). counts [B]: tokens of each row (None: all T). Products and sums in fp32, results in x.dtype.
     """
     taps, T = weight.shape[-1], x.shape[1]
     if before is None:
         before = x.new_zeros(x.shape[0], taps - 1, x.shape[2])
     padded = torch.cat([before, x], dim=1)
     weight = upcast(weight[:, 0])
-    y = sum(upcast(padded[:, j : j + T]) * weight[:, j] for j in range(taps))
+    y = upcast(x) * weight[:, -1]
+    for j in range(taps - 1):
+        y = y + upcast(padded[:, j : j + T]) * weight[:, j]
     if bias is not None:
         y = y + bias
     if counts is None:
@@ -125,9 +128,11 @@ def _channel_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _delta_chunks(q, k, v, g, beta, scale: float, state: Tensor):
-    """See delta_rule. With T = (I + A)^-1, A_ij = beta_i k_i.k_j decay_ij (j < i), gamma the decay from the chunk's start:
+    """See delta_rule. With A_ij = beta_i k_i.k_j decay_ij (j < i), T = (I + A)^-1, gamma the decay since its start:
 
-    V' = T beta V - T beta gamma K S;  O = scale (gamma Q S + (QK^T * decay) V');  S <- gamma_C S + (decay to end * K)^T V'.
+    V' = T beta V - T beta gamma K S
+    O = scale (gamma Q S + (QK^T * decay) V')
+    S <- gamma_C S + (decay to the end * K)^T V'
     """
     T, H, dtype = q.shape[1], q.shape[2], v.dtype
     size, heads = _chunk_size(T), (H, v.shape[2] // H)
@@ -195,7 +200,7 @@ def _fla_kernel(name: str):
     except ModuleNotFoundError as error:
         if error.name == "fla":
             return None
-        reason = error
+        reason: Exception = error
     except Exception as error:  # of the package, of Triton or of a driver: whatever it is, plain PyTorch still runs
         reason = error
     warnings.warn(f"flash-linear-attention is installed but not used: {module}: {reason}", stacklevel=2)

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_jax import __version__, platform
+from hybrid_jax import __version__, output, platform
 from hybrid_jax.command import Parser, logged
 from hybrid_jax.errors import UserError
 from hybrid_jax.report import aligned
@@ -263,27 +263,9 @@ def _names(text: str) -> list[str]:
     return list(names)
 
 
-def _check_target(option: str, name: str) -> None:
-    """Raises UserError if the file cannot be written; leaves it as it is."""
-    try:
-        if not name or name.endswith("/") or os.path.isdir(name):
-            raise UserError(f"{option}: {name!r} is a folder, not a file" if name else f"{option}: '' is no file name")
-        path = Path(os.path.realpath(name))
-        if path.exists() and not path.is_file():  # a pipe or a device: opening it may wait, or end its reader
-            if not os.access(path, os.W_OK):
-                raise PermissionError(None, "Permission denied")
-            return
-        new = not path.exists()
-        path.open("ab").close()
-        if new:
-            path.unlink()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{option}: cannot write {name}: {getattr(error, 'strerror', '') or error}") from None
-
-
 def _write(option: str, name: str, content: bytes, say: Callable) -> None:
     try:
-        Path(name).write_bytes(content)
+        output.write(name, content)
     except OSError as error:
         raise UserError(f"{option}: cannot write {name}: {error.strerror or error}") from None
     say(f"wrote {name}")
@@ -321,9 +303,9 @@ def _run(options: argparse.Namespace, command: str) -> int:
         return 0
     kind = Path(options.chart or "").suffix.lower()
     if options.json is not None:
-        _check_target("--json", options.json)
+        output.check("--json", options.json)
     if options.chart is not None:
-        _check_target("--chart", options.chart)
+        output.check("--chart", options.chart)
         if kind not in CHARTS:
             raise UserError(f"--chart: {options.chart} must end in .png, .svg or .pdf")
         if options.json is not None and os.path.realpath(options.json) == os.path.realpath(options.chart):

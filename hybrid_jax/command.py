@@ -7,8 +7,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from hybrid_jax.errors import UserError
+
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,6 +41,18 @@ def logged(say: Callable[[str], None]) -> Iterator[None]:
         logger.propagate = propagates
 
 
+def within_memory(run: Callable[[], T], remedy: str) -> T:
+    """What `run` gives. Raises UserError, with the remedy, where the devices run out of memory meanwhile."""
+    import jax
+
+    try:
+        return run()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(f"the device's memory does not hold this: {remedy}") from None
+
+
 def main(run: Callable[[Sequence[str]], int], arguments: Sequence[str], stopped: str) -> int:
     """`run` with a UserError as one line on stderr and exit code 2. Ctrl-C and SIGTERM end it with 130 and the words
     `stopped`, after what it does to clear up. Output that its reader wants no more of, as `head`, ends it with 0."""
@@ -48,7 +63,8 @@ def main(run: Callable[[Sequence[str]], int], arguments: Sequence[str], stopped:
     try:
         return run(arguments)
     except UserError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        for line in error.lines or [str(error)]:
+            print("error: " + " ".join(line.split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\nstopped: {stopped}", file=sys.stderr)

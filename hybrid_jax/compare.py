@@ -15,6 +15,7 @@ from typing import Any
 
 from hybrid_jax import config as config_lib
 from hybrid_jax.errors import UserError
+from hybrid_jax.evaluation import results
 from hybrid_jax.metrics import course, read_jsonl
 from hybrid_jax.report import aligned
 
@@ -50,8 +51,13 @@ def loss_at(lines: Sequence[dict[str, Any]], step: int) -> float | None:
     return min(near, key=lambda line: abs(line["step"] - step))["loss"] if near else None
 
 
-def table(lines: Sequence[dict[str, Any]], milestones: dict[str, Any], tokens_per_step: int = 0) -> str:
-    """The comparison as text. `tokens_per_step`: of the run, 0 if not known."""
+def table(
+    lines: Sequence[dict[str, Any]],
+    milestones: dict[str, Any],
+    tokens_per_step: int = 0,
+    evaluation: dict[str, Any] | None = None,
+) -> str:
+    """The comparison as text. `tokens_per_step`: of the run, 0 if not known. `evaluation`: of the run, see results."""
     published = milestones["loss"]
     steps = sorted({int(step) for series in published.values() for step in series})
     header = ["step", "this run"]
@@ -75,7 +81,7 @@ def table(lines: Sequence[dict[str, Any]], milestones: dict[str, Any], tokens_pe
             f"Its step has {tokens_per_step:,} tokens, the published one {milestones['tokens_per_step']:,}: "
             "equal steps are not equal tokens."
         )
-    return "\n".join([*text, *_speed(lines, milestones), *_zero_shot(milestones)])
+    return "\n".join([*text, *_speed(lines, milestones), *_zero_shot(evaluation or {}, milestones)])
 
 
 def _speed(lines: Sequence[dict[str, Any]], milestones: dict[str, Any]) -> list[str]:
@@ -89,11 +95,12 @@ def _speed(lines: Sequence[dict[str, Any]], milestones: dict[str, Any]) -> list[
     return ["", *aligned(rows)] if len(rows) > 1 else []
 
 
-def _zero_shot(milestones: dict[str, Any]) -> list[str]:
-    rows = [("zero-shot, published", "acc", "acc_norm")]
-    for task, scores in milestones["zero_shot"].items():
-        rows.append((task, f"{scores['acc']:.4f}", f"{scores['acc_norm']:.4f}" if "acc_norm" in scores else ""))
-    return ["", *aligned(rows)]
+def _zero_shot(evaluation: dict[str, Any], milestones: dict[str, Any]) -> list[str]:
+    """Accuracies as published, beside those of the run's newest evaluation, if it has one."""
+    tasks = evaluation.get("tasks", {})
+    rows = results.table(tasks, list(tasks), milestones["zero_shot"], every_published=True)
+    step = evaluation.get("model", {}).get("step")
+    return ["", f"zero-shot{f' (this run at step {step:,})' if tasks and step else ', published'}", *rows]
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -109,18 +116,31 @@ def _tokens_per_step(config: dict[str, Any]) -> int:
     return train.get("global_batch_size", 0) * train.get("sequence_length", 0)
 
 
-def differences(config: dict[str, Any], name: str) -> list[str]:
-    """What of a run's config makes its losses other than those published for the config file `name`."""
+def differing(config: dict[str, Any], name: str, sections: Sequence[str] = ("model", "data", "train")) -> list[str]:
+    """Keys of a run's config, in these sections, that make its losses other than those of the config file `name`.
+
+    Raises UserError where there is no such file.
+    """
     from hybrid_jax import config_file
 
-    path = FOLDERS[0].parent / f"{name}.py"
-    if not config or not path.exists():
-        return []
-    want = config_lib.to_dict(config_file.load(str(path)))
+    want = config_lib.to_dict(config_file.load(str(FOLDERS[0].parent / f"{name}.py")))
     keys = [("model", k) for k in want["model"] if k not in ("remat", "scan_layers", "loss_chunk_tokens")]
     keys += [("data", "source"), ("data", "tokenizer"), ("train", "sequence_length")]
-    names = [f"{s}.{k}" for s, k in keys if config.get(s, {}).get(k) != want[s][k]]
+    return [f"{s}.{k}" for s, k in keys if s in sections and config.get(s, {}).get(k) != want[s][k]]
+
+
+def differences(config: dict[str, Any], name: str) -> list[str]:
+    """A line about `differing` keys, if there are any."""
+    if not config or not (FOLDERS[0].parent / f"{name}.py").exists():
+        return []
+    names = differing(config, name)
     return [f"Its config differs in {', '.join(names)}: the losses are not comparable."] if names else []
+
+
+def of_model(config: dict[str, Any], folders: Sequence[Path] = FOLDERS[:1]) -> str:
+    """The name under which something is published of the very model of this config; "" if nothing is."""
+    names = [path.stem for folder in folders for path in sorted(folder.glob("*.json"))]
+    return next((name for name in names if not differing(config, name, ["model"])), "")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -132,7 +152,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         milestones = load_milestones(options.to)
         config = _config(options.run)
-        print(table(load_run(options.run), milestones, _tokens_per_step(config)))
+        evaluation = results.newest(options.run)
+        print(table(load_run(options.run), milestones, _tokens_per_step(config), evaluation))
         for line in differences(config, options.to):
             print(line)
     except UserError as error:

@@ -8,4 +8,6 @@ class UserError(Exception):
     code 2.
     """
 
+    lines: tuple[str, ...] = ()  # instead, where there are several mistakes: a line of each
+
     abandon = False  # True: end the process at once, as what runs at exit would wait for others in vain

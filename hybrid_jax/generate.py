@@ -156,18 +156,9 @@ def run(arguments: Sequence[str]) -> int:
     line = progress.Line("generate")
     if warning := platform.unused_gpu(chosen, platform.installed_plugins(), platform.visible_hardware()):
         line.say(f"warning: {warning}")
-    import jax
-
-    try:
-        with command.logged(line.say):
-            return _run(options, texts, line)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise UserError(
-            "the device's memory does not hold this: lower --batch_size or --max_new_tokens, shorten the prompt, or "
-            "take --dtype=bfloat16"
-        ) from None
+    remedy = "lower --batch_size or --max_new_tokens, shorten the prompt, or take --dtype=bfloat16"
+    with command.logged(line.say):
+        return command.within_memory(lambda: _run(options, texts, line), remedy)
 
 
 def _run(options: argparse.Namespace, texts: list[tuple[str, str]], line: progress.Line) -> int:

@@ -1,6 +1,6 @@
-"""Cross entropy of a linear head without ever holding the logits of all tokens.
+"""Cross entropy of a linear head, and log-probabilities, without ever holding the logits of all tokens.
 
-Shapes: B batch, T time, D model, V vocabulary, C tokens of a chunk, N chunks.
+Shapes: B batch, T time, D model, V vocabulary, C tokens of a chunk, N chunks, K candidates.
 
 The tokens go through in chunks. When gradients are asked for they are formed in the forward pass, from the same
 logits, so that the head's product runs three times a chunk (logits, dx, dw) and never again.
@@ -32,15 +32,22 @@ def _total(x: jax.Array, axis: str | None) -> jax.Array:
     return x if axis is None else jax.lax.psum(x, axis)
 
 
+def _dot(dtype):
+    return functools.partial(jax.lax.dot_general, precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None)
+
+
+def _logits(x_CxD, w_VxD):
+    f32 = accumulator(x_CxD.dtype)
+    return _dot(x_CxD.dtype)(x_CxD, w_VxD, (((1,), (1,)), ((), ())), preferred_element_type=f32)
+
+
 def _chunk(x_CxD, w_VxD, target_C, z_loss, gradients: bool, axis: str | None):
     """Sums over one chunk of (cross entropy + z loss, z loss), and with `gradients` those with respect to x and w.
 
     axis: of the mesh, over which the vocabulary is split: V ids are here, and x's gradient is what they give to it.
     """
-    precision = jax.lax.Precision.HIGHEST if x_CxD.dtype == jnp.float32 else None
-    dot = functools.partial(jax.lax.dot_general, precision=precision)
-    f32 = accumulator(x_CxD.dtype)
-    logits_CxV = dot(x_CxD, w_VxD, (((1,), (1,)), ((), ())), preferred_element_type=f32)
+    dot, f32 = _dot(x_CxD.dtype), accumulator(x_CxD.dtype)
+    logits_CxV = _logits(x_CxD, w_VxD)
     counts_C = target_C != IGNORE
     if axis is None:
         here_C = target_C
@@ -133,3 +140,38 @@ def linear_cross_entropy(
 
     nll, z = dispatch.over_devices(rows, ("B", "B", "H"), ("B", "B"))(x, targets, w)
     return jnp.sum(nll), jnp.sum(z)
+
+
+def log_probabilities(x: jax.Array, w: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(log softmax(x w^T)[target] of each candidate [B, T, K] fp32, the likeliest id [B, T] i32, of equals the first).
+
+    x [B, T, D] (bf16 or fp32), w [V, D] fp32, targets [B, T, K] i32, IGNORE where nothing is asked. Tokens at which
+    nothing is asked cost nothing, and give 0 and IGNORE: those with a target are brought together, and only as many
+    chunks as hold some are computed. Logits and softmax are fp32. On a mesh each device computes its own rows.
+    """
+
+    def rows(x_BxTxD, targets_BxTxK, w_VxD):
+        B, T, K = targets_BxTxK.shape
+        chunk = chunk_tokens(B * T, w_VxD.shape[0])
+        padding = -(B * T) % chunk
+        x_NxD = jnp.pad(x_BxTxD.reshape(B * T, -1), ((0, padding), (0, 0)))
+        target_NxK = jnp.pad(targets_BxTxK.reshape(B * T, K), ((0, padding), (0, 0)), constant_values=IGNORE)
+        asked_N = jnp.any(target_NxK != IGNORE, axis=1)
+        order_N = jnp.argsort(~asked_N, stable=True)
+        w_VxD = w_VxD.astype(x_NxD.dtype)
+
+        def body(i, found):
+            at_C = jax.lax.dynamic_slice_in_dim(order_N, i * chunk, chunk)
+            logits_CxV, target_CxK = _logits(x_NxD[at_C], w_VxD), target_NxK[at_C]
+            lse_C = jax.nn.logsumexp(logits_CxV, axis=1)
+            picked_CxK = jnp.take_along_axis(logits_CxV, jnp.maximum(target_CxK, 0), axis=1)
+            log_p_CxK = jnp.where(target_CxK != IGNORE, picked_CxK - lse_C[:, None], 0)
+            best_C = jnp.where(asked_N[at_C], jnp.argmax(logits_CxV, axis=1), IGNORE)
+            return found[0].at[at_C].set(log_p_CxK), found[1].at[at_C].set(best_C.astype(jnp.int32))
+
+        start = jnp.zeros(target_NxK.shape, accumulator(x_NxD.dtype)), jnp.full(len(order_N), IGNORE, jnp.int32)
+        chunks = (jnp.sum(asked_N) + chunk - 1) // chunk
+        log_p_NxK, best_N = jax.lax.fori_loop(0, chunks, body, start)
+        return log_p_NxK[: B * T].reshape(B, T, K), best_N[: B * T].reshape(B, T)
+
+    return dispatch.over_devices(rows, ("B", "B", ""), ("B", "B"))(x, targets, w)

@@ -29,7 +29,7 @@ from hybrid_jax.layers.mamba2 import Mamba2
 from hybrid_jax.layers.mla import MLA
 from hybrid_jax.layers.mlp import SwiGLU
 from hybrid_jax.layers.norm import RMSNorm, rms_norm
-from hybrid_jax.loss import linear_cross_entropy
+from hybrid_jax.loss import linear_cross_entropy, log_probabilities
 
 Params = dict[str, Any]
 
@@ -246,6 +246,14 @@ class Model:
         )
         total = count if total_count is None else total_count
         return nll / jnp.maximum(total, 1.0), {"loss_sum": nll, "z_loss_sum": z, "count": count}
+
+    def log_probabilities(self, params: Params, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of candidates for what follows each token: (log-probability [B, T, K] fp32, likeliest id [B, T] i32).
+
+        tokens [B, T] i32, each row one document; targets [B, T, K] i32, -1 where nothing is asked, which costs no
+        logits and gives 0 and -1.
+        """
+        return log_probabilities(self.hidden(params, tokens), self._head(params), targets)
 
     # Decoding
 

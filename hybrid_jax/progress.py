@@ -3,6 +3,7 @@
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 from hybrid_jax.metrics import duration, short
@@ -50,12 +51,15 @@ class Line:
 
 
 class Count:
-    """Progress of a number of parts that take as long as their weights, such as characters, say."""
+    """Progress of a number of parts that take as long as their weights, such as characters, say.
 
-    def __init__(self, line: Line, parts: int, weight: float, unit: str):
-        self._line, self._parts, self._weight, self._unit = line, parts, weight, unit
+    clock: seconds, which may stand still while something is compiled.
+    """
+
+    def __init__(self, line: Line, parts: int, weight: float, unit: str, clock: Callable[[], float] = time.monotonic):
+        self._line, self._parts, self._weight, self._unit, self._clock = line, parts, weight, unit, clock
         self._done, self._done_weight = 0, 0.0
-        self._began = time.monotonic()
+        self._began = clock()
 
     def add(self, weight: float, parts: int = 1) -> None:
         """So many more parts are done, which have this weight together."""
@@ -64,6 +68,6 @@ class Count:
         if not self._line.due():
             return
         share = min(self._done_weight / self._weight, 1.0) if self._weight else 1.0
-        seconds = time.monotonic() - self._began
+        seconds = self._clock() - self._began
         text = f"{self._done:,} of {self._parts:,} {self._unit}  {short(self._done / max(seconds, 1e-9))}/s"
         self._line.show(share, text + (f"  left {duration(seconds * (1 - share) / share)}" if share else ""))

@@ -30,10 +30,12 @@ from hybrid_jax import (
     flops,
     init_from,
     metrics,
+    output,
     provenance,
     report,
     rollback,
     sharding,
+    validation,
 )
 from hybrid_jax import config as config_lib
 from hybrid_jax.config import Config
@@ -130,7 +132,7 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
         if not training.done and not events and metrics.set_aside(workdir / "metrics.jsonl"):
             console.text("note: the metrics.jsonl of an earlier run is kept as metrics.jsonl.old")
         training.open_writers(events)
-        _write(workdir / "config.json", json.dumps(config_lib.to_dict(cfg), indent=2) + "\n")
+        output.write(workdir / "config.json", json.dumps(config_lib.to_dict(cfg), indent=2) + "\n")
     with training.request:
         try:
             training.loop(train_data)
@@ -177,7 +179,7 @@ class Training:
         self._pending: tuple[int, dict[str, jax.Array]] | None = None  # a step's numbers, perhaps still being computed
         self._line: tuple[int, dict[str, Any]] | None = None  # a step's numbers, looked at but not written yet
         self._saved_line: dict[str, Any] = {}  # that of the restored step, out of its checkpoint
-        self._evaluate: Any = None
+        self.validation = validation.Validation(programs, valid_data) if valid_data is not None else None
         self._origin: dict[str, Any] = {}  # of the initial parameters; {} for random ones
 
     # ---- the state ---------------------------------------------------------------
@@ -450,30 +452,14 @@ class Training:
 
     def _validate(self) -> dict[str, float]:
         """Validation loss, over the same eval.batches batches every time."""
-        if self.valid_data is None:
+        if self.validation is None:
             return {}
         began = time.perf_counter()
-        if self._evaluate is None:
-            self._evaluate = self.programs.compile_evaluate()
-        size, sums = self.placement.global_batch_size, []
-        for index in range(self.cfg.eval.batches):
-            batch = self.valid_data.batch(index, self.placement.rows, size)
-            sums.append(self._evaluate(self.state["params"], self._place(batch, index)))
-        total, count = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
-        loss = float(total / max(count, 1.0))
-        said, results = self._per_byte("validation_loss", loss)
+        loss = self.validation.loss(self.state["params"], self.cfg.eval.batches)
         self.console.text(
-            f"validation after step {self.done}: {said} ({int(count):,} tokens, {time.perf_counter() - began:.1f} s)"
+            f"validation after step {self.done}: {loss} ({loss.tokens:,} tokens, {time.perf_counter() - began:.1f} s)"
         )
-        return results
-
-    def _per_byte(self, name: str, loss: float) -> tuple[str, dict[str, float]]:
-        """A validation loss in words, and as results: in nats per token, and per byte where those are known."""
-        said, results = f"{loss:.4f} nats per token", {name: loss}
-        size = self.valid_data.tokenizer.bytes_per_token if self.valid_data else math.nan
-        if math.isnan(size):
-            return said, results
-        return f"{said}, {loss / size:.4f} per byte", results | {f"{name}_per_byte": loss / size}
+        return loss.values("validation_loss")
 
     def finish(self, train_data: Dataset) -> None:
         """Final validation (and the n-gram model beside it), sample.txt and loss.png."""
@@ -484,11 +470,11 @@ class Training:
         results = self._validate()
         if self.valid_data is not None and cfg.eval.ngram_order and distributed.is_main():
             windows = cfg.eval.batches * self.placement.global_batch_size
-            loss = ngram.nats_per_token(train_data, self.valid_data, cfg.eval.ngram_order, windows)
-            said, found = self._per_byte("ngram_loss", loss)
-            results |= found
+            nats = ngram.nats_per_token(train_data, self.valid_data, cfg.eval.ngram_order, windows)
+            loss = validation.Loss(nats, 0, self.valid_data.tokenizer.bytes_per_token)
+            results |= loss.values("ngram_loss")
             self.console.text(
-                f"beside it, a Witten-Bell {cfg.eval.ngram_order}-gram model of the same training text: {said}"
+                f"beside it, a Witten-Bell {cfg.eval.ngram_order}-gram model of the same training text: {loss}"
             )
         self.write_line(**results)
         self._plot()
@@ -505,7 +491,7 @@ class Training:
             return
         seed = self.cfg.train.seed
         text = sample(self.cfg.eval, self.programs.model, params, self.prompt, train_data.tokenizer, seed)
-        _write(self.workdir / "sample.txt", text + "\n")
+        output.write(self.workdir / "sample.txt", text + "\n")
         if text.strip():
             self.console.text(f"---- sample ----\n{text}\n----------------")
         else:
@@ -551,14 +537,3 @@ def _claim(folder: Path) -> tuple[str, IO[str] | None]:
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     return "", lock
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a text file that is there whole or not at all."""
-    scratch = path.with_name(path.name + ".tmp")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, path)
-    except OSError:
-        scratch.unlink(missing_ok=True)
-        raise

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import tempfile
 from collections import Counter
 
 import pytest
@@ -17,13 +18,23 @@ def pytest_configure(config):
         # Triton reads it when it is imported. What needs its compiler, or no interpreter, runs in other processes.
         os.environ.setdefault("TRITON_INTERPRET", "1")
     platform.prepare("gpu" if on_gpu else "cpu")
+    # What tests open through Hugging Face's packages stays out of the user's cache.
+    folder = tempfile.TemporaryDirectory(prefix="hybrid_jax-tests-")
+    os.environ["HF_HOME"] = folder.name
+    os.environ.setdefault("HF_HUB_OFFLINE", "0")  # or an evaluation sets it, for all tests that follow in this process
+    config.add_cleanup(folder.cleanup)
+
+
+def _missing():
+    """Packages that are not installed, of those that a marker stands for."""
+    return [name for name in ("torch", "lm_eval") if importlib.util.find_spec(name) is None]
 
 
 def pytest_collection_modifyitems(items):
-    if importlib.util.find_spec("torch") is None:
-        skip = pytest.mark.skip(reason="torch is not installed")
+    for name in _missing():
+        skip = pytest.mark.skip(reason=f"{name} is not installed")
         for item in items:
-            if item.get_closest_marker("torch"):
+            if item.get_closest_marker(name):
                 item.add_marker(skip)
 
 

@@ -159,15 +159,6 @@ def test_a_mistake_ends_in_one_line_and_code_2_before_anything_is_timed(
     assert message in errors[0]
 
 
-def test_checking_a_target_leaves_it_as_it_is(tmp_path):
-    (tmp_path / "old.json").write_text("old")
-    (tmp_path / "link.json").symlink_to("target.json")
-    for name in (tmp_path / "old.json", tmp_path / "link.json", "/dev/null"):
-        bench._check_target("--json", str(name))
-    assert (tmp_path / "old.json").read_text() == "old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "old.json"]
-
-
 @pytest.mark.parametrize("during", [0, 2, 3])
 def test_ctrl_c_shows_and_writes_what_was_measured(during, quick, tmp_path, capsys, monkeypatch):
     """Pressed while the program of that number compiles; in the last case its compiler's process dies of it too."""

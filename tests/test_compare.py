@@ -8,6 +8,7 @@ import pytest
 from hybrid_jax import compare, config_file
 from hybrid_jax import config as config_lib
 from hybrid_jax.errors import UserError
+from hybrid_jax.evaluation import results
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 NAMES = sorted(path.stem for path in (CONFIGS / "milestones").glob("*.json"))
@@ -33,7 +34,10 @@ def test_milestones_belong_to_configs_and_to_their_recipes():
             assert 1 <= steps[0]
             assert steps[-1] <= milestones["steps"]
             assert list(series.values()) == sorted(series.values(), reverse=True)
-        assert len(milestones["zero_shot"]) == 7
+        assert set(milestones["zero_shot"]) <= set(milestones["sources"])
+        assert len(milestones["zero_shot"]["MI355X"]) == 7
+        scores = [score for of in milestones["zero_shot"].values() for task in of.values() for score in task.items()]
+        assert all(metric in ("acc", "acc_norm") and 0.15 < value < 0.75 for metric, value in scores)
 
 
 def test_published_values():
@@ -57,6 +61,35 @@ def test_the_table_shows_both_and_their_difference(tmp_path, capsys):
     assert rows["2,000"] == ["-", "3.6140"]
     assert "equal steps are not equal tokens" not in out
     assert "1,465,704" in out
+
+
+def test_accuracies_of_the_newest_evaluation_stand_beside_the_published_ones(tmp_path, capsys):
+    write_run(tmp_path, {1: 11.9})
+    assert compare.main([str(tmp_path), "--to", "kda_300m"]) == 0
+    before = capsys.readouterr().out.splitlines()
+    at = before.index("zero-shot, published")
+    assert before[at + 1].split("  ")[-1] == "FLA acc_norm" and before[at + 3].split()[1:3] == ["0.4823", "0.4335"]
+    metrics = {"acc": {"value": 0.5, "stderr": 0.01}}
+    found = results.as_json(
+        {"step": 1200}, "", tasks={"piqa": {"num_fewshot": 0, "documents": 9, "version": 1, "metrics": metrics}}
+    )
+    path = results.place(tmp_path, 1200, None)
+    path.parent.mkdir()
+    path.write_text(results.text(found))
+    assert compare.main([str(tmp_path), "--to", "kda_300m"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("zero-shot (this run at step 1,200)")
+    rows = {line.split()[0]: line.split()[1:] for line in lines[at + 3 :]}
+    assert rows["piqa"] == ["0", "0.5000", "0.0100", "0.6077", "0.6121", "0.6034", "0.6099"]
+    assert rows["mmlu"] == ["0.2312", "0.2288"]
+
+
+def test_the_published_model_is_known_by_its_sizes():
+    for name in NAMES:
+        config = config_lib.to_dict(config_file.load(f"{CONFIGS / name}.py", (("model.remat", "full"),)))
+        assert compare.of_model(config) == name
+        config["model"]["vocab_size"] += 1
+        assert compare.of_model(config) == ""
 
 
 def test_what_was_rolled_back_is_left_out(tmp_path):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hybrid_jax.loss import IGNORE, chunk_tokens, linear_cross_entropy
+from hybrid_jax.loss import IGNORE, chunk_tokens, linear_cross_entropy, log_probabilities
 
 B, T, D, V = 3, 37, 16, 101
 
@@ -120,3 +120,29 @@ def test_chunk_size():
     assert chunk_tokens(65_536, 128_256, wanted=512) == 512
     assert chunk_tokens(100, 128_256, wanted=512) == 100
     assert chunk_tokens(1, 50) == 1
+
+
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_log_probabilities_of_candidates(candidates):
+    x, w, targets = make()
+    rng = np.random.default_rng(5)
+    asked = np.where((targets != IGNORE)[..., None], rng.integers(0, V, (B, T, candidates)), IGNORE)
+    asked[1, 3:9, -1] = IGNORE  # of several, one may be asked and another not
+    logits = x @ w.T
+    want = logits - logits.max(-1, keepdims=True)
+    want -= np.log(np.exp(want).sum(-1, keepdims=True))
+    want = np.where(asked != IGNORE, np.take_along_axis(want, np.maximum(asked, 0), -1), 0)
+    got, best = jax.jit(log_probabilities)(jnp.float32(x), jnp.float32(w), jnp.asarray(asked, jnp.int32))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(best, np.where((asked != IGNORE).any(-1), logits.argmax(-1), IGNORE))
+
+
+def test_log_probabilities_where_nothing_or_everything_is_asked():
+    x, w, _ = make()
+    nothing = jnp.full((B, T, 2), IGNORE)
+    got, best = log_probabilities(jnp.float32(x), jnp.float32(w), nothing)
+    assert not np.any(got) and np.all(np.asarray(best) == IGNORE)
+    everything = jnp.broadcast_to(jnp.arange(V), (B, T, V))
+    got, best = log_probabilities(jnp.float32(x), jnp.float32(w), everything)
+    np.testing.assert_allclose(np.exp(np.asarray(got, np.float64)).sum(-1), 1, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(best, np.argmax(got, -1))

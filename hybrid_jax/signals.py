@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any, Self
@@ -15,6 +16,7 @@ from typing import Any, Self
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # "Temporary failure" in sysexits.h: what a scheduler may be told to start again, and nothing else here exits with.
 REQUEUE_EXIT_CODE = 75
+_AGAIN_SECONDS = 0.05
 
 
 def exit_code(number: int, requeue: int) -> int:
@@ -100,7 +102,8 @@ class StopRequest(_Handlers):
     once.
 
     After `no_more_steps` there is nothing to stop after, and a signal ends what is being done: KeyboardInterrupt for
-    Ctrl-C, SystemExit(requeue_exit_code) for the others, for the caller to clean up after.
+    Ctrl-C, SystemExit(requeue_exit_code) for the others, for the caller to clean up after. One that is raised where
+    Python has to drop it, as in a callback of the garbage collector, is raised again.
     """
 
     def __init__(self, requeue_exit_code: int = REQUEUE_EXIT_CODE) -> None:
@@ -109,6 +112,30 @@ class StopRequest(_Handlers):
         self.signal = 0
         self._stepping = True
         self._heard = False
+        self._raised: BaseException | None = None
+        self._again: threading.Timer | None = None  # sends the signal once more
+        self._own = 0  # signals that it sent and `_received` has not heard yet
+        self._hook: Any = None
+
+    def listen(self) -> Self:
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._dropped
+        return super().listen()
+
+    def __exit__(self, *unused: object) -> None:
+        if self._again:
+            self._again.cancel()
+        if self._hook:
+            sys.unraisablehook, self._hook = self._hook, None
+        super().__exit__(*unused)
+
+    def _dropped(self, told: Any) -> None:
+        if self._raised is None or told.exc_value is not self._raised:
+            self._hook(told)
+            return
+        self._own += 1
+        self._again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), self.signal))
+        self._again.daemon = True
+        self._again.start()
 
     def no_more_steps(self) -> None:
         self._stepping = False
@@ -116,9 +143,13 @@ class StopRequest(_Handlers):
             self._end()
 
     def _end(self) -> None:
-        raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(self.requeue_exit_code)
+        self._raised = KeyboardInterrupt() if self.signal == signal.SIGINT else SystemExit(self.requeue_exit_code)
+        raise self._raised
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._again:
+            self._again = None
+            self._end()
         if self.signal:
             return
         self.signal = number
@@ -129,6 +160,9 @@ class StopRequest(_Handlers):
             self._end()
 
     def _received(self, number: int) -> None:
+        if self._own:
+            self._own -= 1
+            return
         if self._heard and number == signal.SIGINT:
             _say("error: aborted; the last whole checkpoint is kept")
             os._exit(130)  # threads may hold locks: nothing orderly is left to try

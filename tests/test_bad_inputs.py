@@ -161,7 +161,8 @@ LOADING = {
     "validation store missing": (nothing, "{}/s", {"data.validation_path": "{}/n"}, VALIDATION + "n.idx: no such file"),
     "validation by another tokenizer": (
         lambda f: (copied(*((f"p.{e}", f"q.{e}") for e in ("bin", "json")))(f), written("q.bin", b"\1\0" * 9)(f),
-                   plain_write(f / "q", [[[1] * 9]], 8), manifest("q", tokens=9, tokenizer__sha256="another")(f)),
+                   plain_write(f / "q", [[[1] * 9]], 8),
+                   manifest("q", tokens=9, files={}, tokenizer__sha256="another")(f)),
         "{}/p", {"data.validation_path": "{}/q"}, VALIDATION + "q.bin was made with another tokenizer than {}/p",
     ),
     "nothing held out": (
@@ -176,6 +177,12 @@ LOADING = {
     "a folder for a manifest": (a_folder("p.json"), "{}/p", {}, PATH + "p.json: Is a directory; prepare the store"),
     "a manifest of another version": (manifest("p", version=9), "{}/p", {}, PATH + "p.json: is a manifest of version"),
     "a manifest of another store": (manifest("p", tokens=9), "{}/p", {}, PATH + "p.json: is of another store: it"),
+    "a manifest with other sizes": (
+        manifest("p", files={".bin": {"bytes": 9}}), "{}/p", {}, PATH + "p.bin: has 4580 bytes, p.json says 9; copy",
+    ),
+    "a manifest with a damaged list of files": (
+        manifest("p", files=[".bin"]), "{}/p", {}, PATH + "p.json: its list of files is damaged; prepare the store",
+    ),
     "a manifest without a tokenizer": (
         manifest("p", tokenizer=None), "{}/p", {}, PATH + "p.json: does not say which tokenizer made the store",
     ),

@@ -1,5 +1,6 @@
 """Ctrl-C, SIGTERM and SIGUSR1: what they end at once, what they ask for, and the exit codes."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -68,6 +69,30 @@ def test_after_the_last_step_a_signal_ends_what_is_being_done(number, code):
         os.kill(os.getpid(), number)  # it came during the last step
         with pytest.raises(SystemExit if code else KeyboardInterrupt):
             stop.no_more_steps()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 99), (signal.SIGINT, None)])
+def test_what_python_drops_is_raised_again(number, code, capfd):
+    """A handler runs between any two instructions: here of a callback of the garbage collector."""
+    sent = []
+
+    def callback(phase, details):
+        if not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+
+    gc.callbacks.append(callback)
+    try:
+        with signals.StopRequest(99) as stop, pytest.raises(SystemExit if code else KeyboardInterrupt) as ended:
+            stop.listen().no_more_steps()
+            gc.collect()
+            time.sleep(10)
+        time.sleep(0.2)  # no signal is left over, which would end this process now
+    finally:
+        gc.callbacks.remove(callback)
+    assert sent and (code is None or ended.value.code == code)
+    said = capfd.readouterr().err
+    assert "Traceback" not in said and said.count("stopping when") == 1 and "aborted" not in said
 
 
 def test_exit_codes():

@@ -7,16 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def random_params(model, seed=0):
-    """Parameters that nothing is compiled for, of a size at which no token is as likely as another."""
-    draw = np.random.default_rng(seed)
-
-    def one(x):
-        return jnp.asarray(draw.standard_normal(x.shape).astype(np.float32) * (0.3 if len(x.shape) > 1 else 1.0))
-
-    return jax.tree.map(one, model.abstract_params())
-
-
 @functools.cache
 def _logits(model, length):
     return jax.jit(lambda params, tokens: model.logits(params, tokens))

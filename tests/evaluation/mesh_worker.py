@@ -14,7 +14,7 @@ from hybrid_jax.config import MeshConfig
 from hybrid_jax.evaluation import perplexity, scoring
 from hybrid_jax.kernels.dispatch import BATCH_AXES
 from hybrid_jax.model import Model
-from tests import teacher
+from tests.models import drawn
 from tests.tiny import tiny_config
 
 WINDOW = 64
@@ -23,7 +23,7 @@ WINDOW = 64
 def main():
     cfg = tiny_config("/nonexistent", model__pattern="A-", train__sequence_length=32)
     model = Model(cfg.model, "chunked", "float32", "chunked")
-    params = teacher.random_params(model)
+    params = drawn(model)
     draw = np.random.default_rng(0)
     asked = [tuple(draw.integers(0, 64, n).tolist() for n in draw.integers(1, 90, 2) % (60, 9) + 1) for _ in range(21)]
     asked += [(asked[0][0], [i]) for i in (1, 2, 3)]

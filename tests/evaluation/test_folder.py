@@ -1,63 +1,60 @@
-"""A checkpoint's adapter against lm-evaluation-harness's own, by torch and transformers on the same parameters."""
+"""A checkpoint's adapter against lm-evaluation-harness's own: the same run exported, by torch and transformers."""
 
 import importlib.util
 import json
 import random
-import shutil
 
 import jax
+import jax.numpy as jnp
 import pytest
-import tokenizers
-from safetensors.numpy import load_file
 
-from hybrid_jax import progress, sharding
+from hybrid_jax import evaluate, export, progress, sharding, trained
 from hybrid_jax.config import MeshConfig
-from hybrid_jax.data import tokenizer
 from hybrid_jax.errors import UserError
 from hybrid_jax.evaluation import library, results, tasks
 from hybrid_jax.evaluation.scoring import Scorer
-from hybrid_jax.model import Model
-from tests.evaluation.test_harness import instances
-from tests.test_golden_models import GOLDEN, config_of, tree_of
+from tests.evaluation.test_harness import bpe, instances
+from tests.models import drawn
+from tests.tiny import tiny_config
+from tests.written import write_run
 from tests.written_tasks import WORDS, write_answers, write_choice
 
 pytestmark = [pytest.mark.torch, pytest.mark.lm_eval]
-if importlib.util.find_spec("accelerate") is None:
-    pytestmark.append(pytest.mark.skip(reason="accelerate is not installed"))
+if importlib.util.find_spec("accelerate") is None or importlib.util.find_spec("transformers") is None:
+    pytestmark.append(pytest.mark.skip(reason="transformers is not installed"))
 
 LINE = progress.Line("test")
 WINDOW = 64
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The llama of tests/golden as a Hugging Face folder, with a tokenizer of its 97 ids."""
-    found = tmp_path_factory.mktemp("llama")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(GOLDEN / "llama" / name, found / name)
-    spoken = tokenizers.Tokenizer(tokenizers.models.BPE())
-    spoken.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
-    spoken.decoder = tokenizers.decoders.Metaspace(prepend_scheme="never")
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=96, special_tokens=["</s>"], show_progress=False)
-    spoken.train_from_iterator([" ".join(WORDS), "Question: What follows? Answer:\n ."] * 3, trainer)
-    spoken.save(str(found / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "model_max_length": WINDOW}
-    (found / "tokenizer_config.json").write_text(json.dumps(settings))
+def run(tmp_path_factory):
+    """A run of a hybrid, and its export beside it, which brings its own modeling code."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    cfg = tiny_config(folder / "run", model__pattern="*-G-", model__vocab_size=320, train__sequence_length=WINDOW)
+    model = trained.Model(cfg.model)
+    found = write_run(
+        cfg,
+        jax.tree.map(jnp.asarray, drawn(model)),
+        tokenizer=bpe(text=" ".join(WORDS) + " Question: What follows? Answer:"),
+    )
+    assert export.main(["--checkpoint", str(found), "--out", str(folder / "exported")]) == 0
     return found
 
 
 @pytest.fixture(scope="module")
-def both(folder):
+def both(run):
     """(ours, the harness's)"""
     library.prepare([])
     from hybrid_jax.evaluation import folder as folder_lib
     from hybrid_jax.evaluation import harness
 
-    model = Model(config_of("llama"), "chunked", "float32", "chunked")
-    params = tree_of(model, "llama", load_file(folder / "model.safetensors"), weights=True)
+    opened = trained.open(run)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    ours = harness.CheckpointLM(Scorer(model, params, mesh, WINDOW, 8), tokenizer.load(folder), LINE)
-    theirs = folder_lib.open(folder, LINE, batch_size=8, max_length=WINDOW, dtype="float32")
+    scorer = Scorer(opened.model(), opened.params(), mesh, WINDOW, 1)
+    ours = harness.CheckpointLM(scorer, opened.tokenizer(), LINE)
+    theirs = folder_lib.open(run.parent / "exported", LINE, batch_size=8, max_length=0, dtype="float32")
+    assert theirs.max_length == WINDOW and theirs.prefix_token_id == ours.prefix_token_id
     return ours, theirs
 
 
@@ -104,13 +101,24 @@ def test_the_same_scores_at_the_edges(both):
     assert ours == pytest.approx(theirs, abs=1e-3) and ours[2] < ours[1] < ours[0] < ours[3] == 0
 
 
-def test_a_folder_that_cannot_be_opened(tmp_path, folder):
+def test_the_command_says_the_same_of_both(run, tmp_path, capsys):
+    choice, out = write_choice(tmp_path, "choice"), tmp_path / "out.json"
+    found = []
+    for which in (["--checkpoint", str(run)], ["--model", str(run.parent / "exported")]):
+        assert evaluate.main([*which, "--tasks", str(choice), "--output", str(out)]) == 0
+        found.append((capsys.readouterr().out, json.loads(out.read_text())))
+    assert found[0][0] == found[1][0]
+    assert found[0][1]["tasks"] == found[1][1]["tasks"]
+    assert found[0][1]["model"]["parameters"] == found[1][1]["model"]["parameters"]
+
+
+def test_a_folder_that_cannot_be_opened(tmp_path, run):
     from hybrid_jax.evaluation import folder as folder_lib
 
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(UserError, match=r"--model: .* cannot be opened: .*no_such_model") as error:
         folder_lib.open(tmp_path, LINE, batch_size=1, max_length=0, dtype="")
     assert "\n" not in str(error.value)
-    shutil.copy(folder / "config.json", tmp_path / "config.json")
+    (tmp_path / "config.json").write_bytes((run.parent / "exported" / "config.json").read_bytes())
     with pytest.raises(UserError, match=r"--model: .* cannot be opened: "):
         folder_lib.open(tmp_path, LINE, batch_size=1, max_length=0, dtype="")

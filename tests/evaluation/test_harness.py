@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -16,6 +17,7 @@ from hybrid_jax.evaluation import library
 from hybrid_jax.evaluation.scoring import Scorer
 from hybrid_jax.model import Model
 from tests import teacher
+from tests.models import drawn
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.lm_eval
@@ -26,8 +28,8 @@ MODEL = Model(CFG.model, "chunked", "float32", "chunked")
 TEXT = "The river runs past the mill. The miller's house is old, and the river is older. What runs past? "
 
 
-def bpe(size=300):
-    """A byte-level BPE of the text above; 'The river' and the like are one token."""
+def bpe(size=300, text=TEXT):
+    """A byte-level BPE of a text, by default the one above."""
     found = tokenizers.Tokenizer(tokenizers.models.BPE())
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = tokenizers.decoders.ByteLevel()
@@ -37,13 +39,13 @@ def bpe(size=300):
         show_progress=False,
         special_tokens=[],
     )
-    found.train_from_iterator([TEXT * 3], trainer)
+    found.train_from_iterator([text * 3], trainer)
     return BpeTokenizer.from_bpe(found)
 
 
 @pytest.fixture(scope="module")
 def params():
-    return teacher.random_params(MODEL)
+    return jax.tree.map(jnp.asarray, drawn(MODEL))
 
 
 @pytest.fixture(scope="module")

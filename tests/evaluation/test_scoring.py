@@ -13,6 +13,7 @@ from hybrid_jax.evaluation import scoring
 from hybrid_jax.evaluation.scoring import Scorer
 from hybrid_jax.model import Model
 from tests import teacher
+from tests.models import drawn
 from tests.tiny import tiny_config
 
 WINDOW = 64
@@ -23,7 +24,7 @@ RECURRENT = Model(dataclasses.replace(CFG.model, pattern="S"), "chunked", "float
 
 @pytest.fixture(scope="module")
 def params():
-    return teacher.random_params(MODEL)
+    return drawn(MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_every_request_as_if_alone(params, mesh):
 
 def test_padding_leaves_recurrent_states_alone(mesh):
     """The last of these is as long as the padding; each of the others would see it."""
-    params = teacher.random_params(RECURRENT, 1)
+    params = drawn(RECURRENT, 1)
     asked = [([1] * n, [n % 61, 5]) for n in (1, 17, 40, 63)]
     got = Scorer(RECURRENT, params, mesh, WINDOW, batch_size=4).score(asked)
     want = [teacher.score(RECURRENT, params, *request, WINDOW)[0] for request in asked]

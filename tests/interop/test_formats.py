@@ -109,7 +109,7 @@ PURE, KDA_ALONE = (next(iter(CASES[name].values())) for name in ("gated_deltanet
         ("mamba2", _model(MAMBA2, pattern="SS-"), "Mamba2 mixers and nothing else, and sublayer 3 is MLP"),
         ("gated_deltanet", _section(PURE, "gdn", norm_eps=1e-3), "that of model.gdn is 0.001"),
         ("gated_deltanet", KDA_ALONE, "sublayer 1 is KDA; use --format kda"),
-        ("kda", _section(KDA_ALONE, "kda", gate_bias=False), "bias on the output gate .*; no other format"),
+        ("kda", _section(KDA_ALONE, "kda", gate_bias=False), "bias on the output gate .*; use --format hybrid_jax"),
         ("kimi_linear", _section(KDA_ALONE, "kda", gate_bias=False), "has attention in some layer"),
         ("kimi_linear", _section(KIMI, "kda", expand_v=2.0), "values as wide as keys, and model.kda.expand_v is 2"),
         ("kimi_linear", _section(KIMI, "kda", num_v_heads=4), "as many value heads as key heads"),

@@ -76,6 +76,12 @@ def _remat(fn, policy: str, in_scan: bool):
     return jax.checkpoint(fn, policy=policies[policy], prevent_cse=not in_scan)
 
 
+@functools.lru_cache(maxsize=16)
+def _abstract(cfg: ModelConfig, x64: bool) -> Params:
+    """Model.abstract_params, which takes a second to trace."""
+    return jax.eval_shape(Model(cfg).init, jax.random.key(0))
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A hybrid language model; hashable and without arrays, so that it can be static under jit.
@@ -144,7 +150,7 @@ class Model:
 
     def abstract_params(self) -> Params:
         """The tree of `init` as jax.ShapeDtypeStruct; allocates nothing."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+        return jax.tree.map(lambda x: x, _abstract(self.cfg, jax.config.jax_enable_x64))
 
     @property
     def sublayers(self) -> list[tuple[str, tuple[str, str], int]]:

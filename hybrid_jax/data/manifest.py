@@ -64,11 +64,15 @@ def read(prefix: str | Path) -> dict[str, Any] | None:
 
 def check_sizes(prefix: str | Path, about: dict[str, Any]) -> None:
     """Raises UserError for a file that is not there, or has not the size that the manifest says, if it says one."""
-    for ending, file in about.get("files", {}).items():
+    try:
+        sizes = {ending: int(file["bytes"]) for ending, file in about.get("files", {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise UserError(f"{path_of(prefix)}: does not say how large the store's files are; copy it again") from None
+    for ending, expected in sizes.items():
         path = Path(stem(prefix) + ending)
         if not path.is_file():
             raise UserError(f"{path}: no such file; it is a part of the store and has to be copied with it")
-        if (size := path.stat().st_size) != file["bytes"]:
+        if (size := path.stat().st_size) != expected:
             raise UserError(
-                f"{path}: has {size} bytes, {path_of(prefix).name} says {file['bytes']}; copy the files of one store"
+                f"{path}: has {size} bytes, {path_of(prefix).name} says {expected}; copy the files of one store"
             )

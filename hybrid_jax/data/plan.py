@@ -14,6 +14,13 @@ from hybrid_jax.data.manifest import FORMAT, VERSION, path_of, tokenizer_path
 
 def changed(old: dict[str, Any], new: dict[str, Any]) -> str:
     """What of a plan is not what it was, in words; "" if nothing is."""
+    try:
+        return _changed(old, new)
+    except (KeyError, TypeError, AttributeError):
+        return "it is damaged, or another version wrote it"
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
     if old.get("version") != new["version"]:
         return "another version wrote it"
     known = new["tokenizer"]["sha256"] is not None  # else it is still to be trained

@@ -193,8 +193,6 @@ def _run(
             file.write(json.dumps(plan).encode())
     _clear_scratch(folder)
     made = _make_parts(options, job, plan, inputs, stream)
-    if len(made) > 1:
-        print(f"prepare: joining {len(made)} parts", file=sys.stderr, flush=True)
     progress = Counted(sum(part["tokens"] for part in made), "joined", "tokens")
     try:
         joined = join(job, made, options.validation_fraction, progress.add)

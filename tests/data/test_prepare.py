@@ -437,6 +437,16 @@ def test_other_inputs_are_refused(tmp_path, unfinished, capsys):
     assert "line 1: has no field 'text'" in refused_after_parts(capsys, *unfinished)
 
 
+@pytest.mark.parametrize("name", ["tokenizer", "sha256", "options", "sources", "size"])
+def test_a_damaged_plan_is_refused(tmp_path, unfinished, capsys, name):
+    capsys.readouterr()
+    plan = tmp_path / "store.parts" / "plan.json"
+    plan.write_text(plan.read_text().replace(f'"{name}"', f'"x{name[1:]}"'))
+    message = refused(capsys, *unfinished)
+    assert message.startswith(f"--output: {tmp_path / 'store.parts'} holds parts of another run: it is damaged, or ano")
+    assert message.endswith("--overwrite starts anew")
+
+
 def refused_after_parts(capsys, *arguments):
     assert run(*arguments) == 2
     first, second = capsys.readouterr().err.splitlines()

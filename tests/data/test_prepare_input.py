@@ -1,6 +1,5 @@
 """Text files to a token store: faults of the input, memory, and what is shown."""
 
-import gzip
 import io
 import os
 import subprocess
@@ -46,48 +45,11 @@ def test_text_is_kept_as_it_is_but_for_marks_and_bad_bytes(tmp_path, capsys):
     assert "3 documents with bytes that are no UTF-8, replaced" in out
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
-    "line, what",
-    [
-        ("{broken", "is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-        ('["text"]', "is not a JSON object"),
-        ('{"txt": "a", "id": 1}', "has no field 'text' (its fields: txt, id; --text_field names another)"),
-        ("{}", "has no field 'text' (its fields: none; --text_field names another)"),
-        ('{"text": null}', "its field 'text' is null, not a string"),
-        ('{"text": 3}', "its field 'text' is a number, not a string"),
-        ('{"text": true}', "its field 'text' is true or false, not a string"),
-        ('{"text": ["a"]}', "its field 'text' is an array, not a string"),
-    ],
-)
-def test_bad_line_is_named(tmp_path, capsys, monkeypatch, line, what, packed):
-    monkeypatch.setattr(prepare, "PART_BYTES", 64)  # so that its part does not begin with the file
-    raw = (lines(*({"text": "fine"} for _ in range(20))) + "\n" + line + "\n").encode()
-    name = "a.jsonl.gz" if packed else "a.jsonl"
-    write(tmp_path / "in", {name: gzip.compress(raw) if packed else raw})
-    message = refused(capsys, "--input", tmp_path / "in", "--output", tmp_path / "store")
-    assert message == f"{tmp_path / 'in' / name}: line 22: {what}; mend or remove the line"
-    assert not (tmp_path / "store.bin").exists()
-
-
 def test_fault_in_a_worker_is_the_same_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(prepare, "PART_BYTES", 2**12)
     write(tmp_path / "in", {"a.txt": "x" * 5000, "b.jsonl": "{}\n"})
     message = refused(capsys, "--input", tmp_path / "in", "--output", tmp_path / "store", workers=2)
     assert message.startswith(f"{tmp_path / 'in' / 'b.jsonl'}: line 1: has no field 'text'")
-
-
-@pytest.mark.parametrize("damage", ["cut", "changed", "no gzip"])
-def test_corrupt_gz(tmp_path, capsys, damage):
-    raw = gzip.compress(os.urandom(5000).hex().encode())
-    middle = len(raw) // 2
-    bad = {"cut": raw[:middle], "changed": raw[:middle] + b"\xff\xff\xff" + raw[middle + 3 :], "no gzip": b"text"}[
-        damage
-    ]
-    write(tmp_path / "in", {"a.txt.gz": bad})
-    message = refused(capsys, "--input", tmp_path / "in", "--output", tmp_path / "store")
-    assert message.startswith(f"{tmp_path / 'in' / 'a.txt.gz'}: is damaged and cannot be decompressed (")
-    assert nothing_written(tmp_path)
 
 
 def test_nothing_to_read(tmp_path, capsys):

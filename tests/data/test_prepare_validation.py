@@ -244,7 +244,7 @@ def test_the_loader_compares_sizes(store):
     size = about["files"][".idx"]["bytes"]
     about["files"][".idx"]["bytes"] += 8
     path.write_text(json.dumps({**about, "files": [3]}))
-    assert "s.json: its list of files is damaged; copy it again" in one_line(open_store, store)
+    assert "s.json: its list of files is damaged; prepare the store again" in one_line(open_store, store)
     path.write_text(json.dumps(about))
     assert one_line(open_store, store) == (
         f"config.data.path: {store}.idx: has {size} bytes, s.json says {size + 8}; copy the files of one store"

@@ -28,6 +28,7 @@ from .mixers_hybrid import (
     Pass,
     cos_sin,
 )
+from .recurrences_hybrid import CHUNK  # noqa: F401  transformers 4 copies only files that this one imports by itself
 
 # Versions of transformers differ in what they call the cache.
 _CACHE = next(f.name for f in dataclasses.fields(CausalLMOutputWithPast) if f.name in ("cache", "past_key_values"))

@@ -138,8 +138,8 @@ TABLE = [
     ("a.csv", b"text", f"--input: IN: this kind of file cannot be read ({ACCEPTED} can)"),
     ("a", b"text", f"--input: IN: this kind of file cannot be read ({ACCEPTED} can)"),
     ("two\nlines.jsonl", b"[]\n", "OUT/two lines.jsonl: line 1: is not a JSON object"),
-    (os.fsdecode(b"caf\xe9.txt"), b"text", ["text"]),
-    (os.fsdecode(b"caf\xe9.jsonl"), b"[]\n", "OUT/caf"),
+    (os.fsdecode(b"fil\xe9.txt"), b"text", ["text"]),
+    (os.fsdecode(b"fil\xe9.jsonl"), b"[]\n", "OUT/fil"),
     ("UPPER.TXT", b"text", ["text"]),
 ]
 

@@ -22,10 +22,10 @@ def run(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     platform.prepare("cpu")
     from hybrid_jax.data.tokenizer import BpeTokenizer
-    from hybrid_jax.interop import folder, importer
+    from hybrid_jax.interop import importer
 
     out, model = (Path(os.path.abspath(os.path.expanduser(path))) for path in (options.out, options.model))
-    folder.check_free(out, options.overwrite, "config.json")  # before the weights are read
+    importer.check_free(out, options.overwrite)  # before the weights are read
     found = importer.read(model)
     config = importer.write(found, model, out, options.overwrite)
     dtypes = ", ".join(f"{count} tensors {name}" for name, count in sorted(found.dtypes.items()))

@@ -134,7 +134,7 @@ class Trained:
         stored = self._array(path)
         with self._reading(path):
             array = np.asarray(stored[index].read().result())
-        if not np.isfinite(array).all():
+        if not all(np.isfinite(block).all() for block in _blocks(array)):
             raise UserError(f"{self.folder}: {path} holds values that are not finite; choose an older checkpoint")
         return array
 
@@ -155,6 +155,12 @@ class Trained:
         except Exception as error:  # tensorstore raises many kinds
             gone = "" if self.folder.is_dir() else ": the run has removed it meanwhile; choose a newer one"
             raise UserError(f"{self.folder}: {path} cannot be read{gone or f': {pending.reason(error)}'}") from None
+
+
+def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    """The array in parts, so that what is computed of it stays small beside it."""
+    rows = max(1, 2**24 * len(array) // max(array.nbytes, 1))
+    return (array[start : start + rows] for start in range(0, len(array), rows))
 
 
 @functools.cache

@@ -209,8 +209,10 @@ def test_a_folder_that_is_there(run, tmp_path, capsys):
     _refused(capsys, "is there already; name another, or --overwrite replaces it", run, out)
     assert _export(run, out, "--overwrite") == 0
     assert not (out / "old").exists() and (out / "model.safetensors").exists()
+    _refused(capsys, "is not an exported model, so it is not replaced", run, run, "--overwrite")
+    assert trained.open(run).step == 2
     (out / "config.json").unlink()
-    _refused(capsys, "holds no config.json, so it is something else and is not replaced", run, out, "--overwrite")
+    _refused(capsys, "is not an exported model, so it is not replaced", run, out, "--overwrite")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 

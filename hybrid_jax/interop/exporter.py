@@ -57,7 +57,7 @@ def export(
     with one, in place of the run's; "none" leaves it out. Raises UserError.
     """
     chosen = formats.choose(trained.config, format_name)
-    folder.check_free(out, overwrite, "config.json")
+    folder.check_free(out, overwrite, _is_export, "an exported model")
     tokenizer, beside = _tokenizer(trained, tokenizer_name)
     entries = chosen.entries(trained.config)
     shapes = {entry.theirs: entry.shape for entry in entries}
@@ -157,6 +157,13 @@ def _tokenizer(trained: Trained, name: str) -> tuple[Tokenizer | None, dict[str,
 
 def _encoded(tokenizer: Tokenizer) -> dict[str, bytes]:
     return {name: text.encode() for name, text in tokenizer_files(tokenizer).items()}
+
+
+def _is_export(out: Path) -> bool:
+    try:
+        return "model_type" in json.loads((out / "config.json").read_bytes()) and not (out / "checkpoints").exists()
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hybrid_jax.errors import UserError
 from hybrid_jax.metrics import short
 
 
-def check_free(out: Path, overwrite: bool, mark: str) -> None:
+def check_free(out: Path, overwrite: bool, ours: Callable[[Path], bool], what: str) -> None:
     """Raises UserError unless `out` can become a new folder: it is not there, is empty, or may be overwritten.
 
-    mark: the file without which a folder is not replaced, as it is something else.
+    ours: whether a folder is `what` the command makes; nothing else is replaced, a run with its
+    checkpoints least of all.
     """
     if not out.parent.is_dir():
         raise UserError(f"--out: there is no folder {out.parent}; make it first")
@@ -27,8 +28,8 @@ def check_free(out: Path, overwrite: bool, mark: str) -> None:
         return
     if not overwrite:
         raise UserError(f"--out: {out} is there already; name another, or --overwrite replaces it")
-    if not (out / mark).is_file():
-        raise UserError(f"--out: {out} holds no {mark}, so it is something else and is not replaced; name another")
+    if not ours(out):
+        raise UserError(f"--out: {out} is not {what}, so it is not replaced; name another")
 
 
 @contextlib.contextmanager

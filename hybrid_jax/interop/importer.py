@@ -76,12 +76,22 @@ def read(model: Path) -> Imported:
     return Imported(chosen, config, _params(config, entries, stored, reader), dtypes, known)
 
 
+def check_free(out: Path, overwrite: bool) -> None:
+    """Raises UserError unless the run `out` can be written."""
+    folder.check_free(out, overwrite, _is_import, "an imported run without further checkpoints")
+
+
+def _is_import(out: Path) -> bool:
+    checkpoints = out / "checkpoints"
+    return checkpoints.is_dir() and [path.name for path in checkpoints.iterdir() if path.is_dir()] == ["0"]
+
+
 def write(found: Imported, model: Path, out: Path, overwrite: bool) -> Config:
     """Makes the run `out`, whole or not at all, of what was found in `model`; returns the config that trains from it.
 
     Raises UserError.
     """
-    folder.check_free(out, overwrite, "config.json")
+    check_free(out, overwrite)
     config = dataclasses.replace(
         found.config,
         workdir=f"{out}-tuned",

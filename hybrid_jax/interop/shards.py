@@ -27,6 +27,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 _ALIGNMENT = 8  # of where the tensors begin
 _LONGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
+_BLOCK = 2**24  # bytes of a tensor that are converted at once
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 Shape = tuple[int, ...]
@@ -85,19 +86,23 @@ class ShardWriter:
                 os.close(descriptor)
 
     def write(self, name: str, tensor: np.ndarray) -> None:
-        """The tensor `name`, fp32, rounded to nearest even. Raises UserError for values beyond the dtype's range."""
-        with np.errstate(over="ignore"):
-            rounded = np.ascontiguousarray(tensor, self.dtype)
-        if self.dtype != np.float32 and not np.isfinite(rounded).all():
-            largest = float(np.abs(tensor).max())
-            raise UserError(
-                f"--dtype: {name} has values up to {largest:.4g}, which are more than {self.dtype.name} can hold; "
-                "use bfloat16 or float32"
-            )
-        if rounded.nbytes != self._sizes[name]:
-            raise ValueError(f"{name}: {rounded.shape} is not the shape that was declared")
+        """The tensor `name`, fp32, rounded to nearest even a few rows at a time. Raises UserError for values beyond the
+        dtype's range."""
+        if tensor.size * self.dtype.itemsize != self._sizes[name]:
+            raise ValueError(f"{name}: {tensor.shape} is not the shape that was declared")
         number, offset = self._place[name]
-        _write_at(self._open[number], rounded.reshape(-1).view(np.uint8).data, offset)
+        rows = max(1, _BLOCK * len(tensor) // tensor.nbytes)
+        for start in range(0, len(tensor), rows):
+            block = tensor[start : start + rows]
+            with np.errstate(over="ignore"):
+                rounded = np.ascontiguousarray(block, self.dtype)
+            if self.dtype != np.float32 and not np.isfinite(rounded).all():
+                raise UserError(
+                    f"--dtype: {name} has values up to {float(np.abs(block).max()):.4g}, which are more than "
+                    f"{self.dtype.name} can hold; use bfloat16 or float32"
+                )
+            _write_at(self._open[number], rounded.reshape(-1).view(np.uint8).data, offset)
+            offset += rounded.nbytes
         self._left.remove(name)
 
     def _finish(self) -> None:

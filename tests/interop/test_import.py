@@ -249,7 +249,7 @@ def test_wrong_folders(tmp_path, capsys, model):
     for more in ([], ["--overwrite"]):
         assert import_hf.main(["--model", str(model), "--out", str(tmp_path / "taken"), *more]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert "is there already" in first and "is something else and is not replaced" in second
+    assert "is there already" in first and "is not an imported run" in second
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["notes.txt"]
 
 
@@ -285,3 +285,6 @@ def test_an_older_import_is_replaced(tmp_path, capsys, model):
     assert import_hf.main(["--model", str(model), "--out", str(tmp_path / "run"), "--overwrite"]) == 0
     assert not (tmp_path / "run" / "notes.txt").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
+    (tmp_path / "run" / "checkpoints" / "1").mkdir()  # it was trained since
+    assert import_hf.main(["--model", str(model), "--out", str(tmp_path / "run"), "--overwrite"]) == 2
+    assert "is not an imported run without further checkpoints" in capsys.readouterr().err

@@ -64,6 +64,7 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()  # other tests compare bits
 
 
 def test_end_to_end(run, decoder, environment):

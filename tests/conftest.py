@@ -25,12 +25,39 @@ def pytest_configure(config):
     config.add_cleanup(folder.cleanup)
 
 
+# What takes long, by the beginning of its name: `make test` leaves it to `make test-slow`. Each of these has quicker
+# relatives that stay.
+SLOW = (
+    "tests/evaluation/test_tasks.py::test_a_task_file_that_is_broken[task: x\\noutput_type: multiple_choice\\ndataset_path",
+    "tests/kernels/test_delta_triton.py::test_chunk_lengths[16",
+    "tests/kernels/test_delta_triton.py::test_gate[-30.0]",
+    "tests/kernels/test_delta_triton.py::test_ignores_later_tokens[kda]",
+    "tests/kernels/test_delta_triton.py::test_named_shapes[gdn_k256",
+    "tests/kernels/test_delta_triton.py::test_named_shapes[kda_k256",
+    "tests/kernels/test_delta_triton.py::test_named_shapes[kda_k64_v128",
+    "tests/kernels/test_delta_triton.py::test_named_shapes[kda_k96",
+    "tests/kernels/test_delta_triton.py::test_steep_tokens_take_exact_squares",
+    "tests/kernels/test_selftest.py::test_inside_jit_and_shard_map_under_a_mesh[fault]",
+    "tests/kernels/test_selftest.py::test_rounding_of_bfloat16_stays_far_below_its_limits[kda",
+    "tests/test_init_from.py::test_an_imported_model_is_trained_on",
+    "tests/test_launch.py::test_swapping_the_mixer_of_the_tiny_hybrid_trains_another_model[mamba2",
+    "tests/test_model.py::test_first_loss_of_gdn_300m",
+    "tests/test_model.py::test_packed_equals_separate[*]",
+    "tests/test_model.py::test_packed_equals_separate[S]",
+    "tests/test_model.py::test_remat_saves_memory",
+)
+
+
 def _missing():
     """Packages that are not installed, of those that a marker stands for."""
     return [name for name in ("torch", "lm_eval") if importlib.util.find_spec(name) is None]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker("slow")
     for name in _missing():
         skip = pytest.mark.skip(reason=f"{name} is not installed")
         for item in items:

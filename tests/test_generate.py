@@ -267,4 +267,4 @@ def test_benchmark(run, decoder, monkeypatch, capsys):
     assert np.isclose(rate, 2 / step * 1e3, rtol=0.02)
     moved = sum(x.nbytes for x in jax.tree.leaves(decoder.params)) + 2 * decoder.state_bytes(2, 0)[0]
     assert np.isclose(floor, moved / 1e8 * 1e3, rtol=0.01)
-    assert np.isclose(float(values["x floor"]), step / floor, rtol=0.1)
+    assert np.isclose(float(values["x floor"]), step / floor, rtol=0.02, atol=0.06)  # printed with a digit

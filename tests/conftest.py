@@ -23,12 +23,14 @@ def pytest_configure(config):
     os.environ["HF_HOME"] = folder.name
     os.environ.setdefault("HF_HUB_OFFLINE", "0")  # or an evaluation sets it, for all tests that follow in this process
     config.add_cleanup(folder.cleanup)
+    # Read when tqdm is imported, which another test may have done before an evaluation sets it.
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 # What takes long, by the beginning of its name: `make test` leaves it to `make test-slow`. Each of these has quicker
 # relatives that stay.
 SLOW = (
-    "tests/evaluation/test_tasks.py::test_a_task_file_that_is_broken[task: x\\noutput_type: multiple_choice\\ndataset_path",
+    "tests/evaluation/test_tasks.py::test_a_task_file_that_is_broken[task: x\\noutput_type: multiple_choice",
     "tests/kernels/test_delta_triton.py::test_chunk_lengths[16",
     "tests/kernels/test_delta_triton.py::test_gate[-30.0]",
     "tests/kernels/test_delta_triton.py::test_ignores_later_tokens[kda]",

@@ -150,7 +150,7 @@ class Model:
 
     def abstract_params(self) -> Params:
         """The tree of `init` as jax.ShapeDtypeStruct; allocates nothing."""
-        return jax.tree.map(lambda x: x, _abstract(self.cfg, jax.config.jax_enable_x64))
+        return jax.tree.map(lambda x: x, _abstract(self.cfg, jax.config.read("jax_enable_x64")))
 
     @property
     def sublayers(self) -> list[tuple[str, tuple[str, str], int]]:

@@ -60,7 +60,7 @@ test: $(TEST)
 	@$(RUN) -m pytest -n $(JOBS) $(ARGS)
 
 test-slow: $(TEST)
-	@$(RUN) -m pytest -m slow -n $(JOBS) $(ARGS)
+	@$(RUN) -m pytest -m slow -n $(JOBS) --dist loadfile $(ARGS)
 
 test-gpu: $(TEST_GPU)
 	@$(RUN) -c 'import jax, sys; jax.default_backend() == "gpu" or sys.exit("error: jax sees no GPU here")'

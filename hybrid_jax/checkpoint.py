@@ -349,6 +349,7 @@ class Checkpoints:
                 continue
             self.log(f"restored checkpoint {step} in {time.perf_counter() - began:.1f} s")
             self._set_aside(list(passed))
+            self._finish_deleting()
             return found[0], step, found[1]
         if passed:
             raise UserError(
@@ -357,6 +358,15 @@ class Checkpoints:
                 "away to start anew"
             )
         return None
+
+    def _finish_deleting(self) -> None:
+        """Deletes what a run that was killed had begun to delete: it has no part in the order of those kept, and may
+        lack some of its files."""
+        policy, steps = self._policy, self.steps()
+        stay = kept(steps, policy.keep, policy.every, policy.for_good)
+        for step, stays in zip(steps, stay, strict=True):
+            if not stays:
+                self._orbax.delete(step)
 
     def _set_aside(self, steps: list[int]) -> None:
         """Renames damaged checkpoints: the run could never save at those steps again, nor count what it keeps."""

@@ -266,6 +266,17 @@ def test_a_damaged_newest_does_not_count_among_those_kept(tmp_path):
         assert checkpoints.restore(_wanted())[1] == 2
 
 
+def test_a_deletion_that_a_kill_cut_short_is_finished(tmp_path):
+    """A checkpoint in the order of the kept ones that has lost files would be found by whoever reads it later."""
+    _written(tmp_path, steps=(1, 2, 3))
+    (tmp_path / "1" / "_CHECKPOINT_METADATA").unlink()
+    log = []
+    with _open(tmp_path, log, keep=2) as checkpoints:
+        assert checkpoints.restore(_wanted())[1] == 3
+        assert checkpoints.steps() == [2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+
 def test_every_kth_is_kept_for_good(tmp_path):
     with _open(tmp_path, keep=2, keep_every=4) as checkpoints:
         for step in range(2, 15, 2):

@@ -70,4 +70,10 @@ class Count:
         share = min(self._done_weight / self._weight, 1.0) if self._weight else 1.0
         seconds = self._clock() - self._began
         text = f"{self._done:,} of {self._parts:,} {self._unit}  {short(self._done / max(seconds, 1e-9))}/s"
-        self._line.show(share, text + (f"  left {duration(seconds * (1 - share) / share)}" if share else ""))
+        self._line.show(share, text + left(share, seconds))
+
+
+def left(share: float, seconds: float, first: float = 0.0) -> str:
+    """What to add to a text: the time that is left when `share` of the work is done, `first` of it before these
+    seconds; nothing while that cannot be known."""
+    return f"  left {duration(seconds * (1 - share) / (share - first))}" if share > first else ""

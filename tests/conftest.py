@@ -15,6 +15,8 @@ def pytest_configure(config):
     on_gpu = config.option.markexpr == "gpu"
     if not on_gpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
+        # Most of the time of most tests is LLVM's, which this takes less of. What XLA itself makes of a program stays.
+        os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
         # Triton reads it when it is imported. What needs its compiler, or no interpreter, runs in other processes.
         os.environ.setdefault("TRITON_INTERPRET", "1")
     platform.prepare("gpu" if on_gpu else "cpu")

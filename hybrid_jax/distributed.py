@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hybrid_jax import cluster, platform, supervisor
+from hybrid_jax import cluster, platform, signals, supervisor
 from hybrid_jax.cluster import Group, Member
 from hybrid_jax.errors import UserError
 
@@ -115,7 +115,7 @@ def leave(code: int) -> None:
     """
     if not members:
         return
-    if code != supervisor.PEER_LOST_EXIT_CODE:
+    if code != signals.PEER_LOST_EXIT_CODE:
         with contextlib.suppress(Exception):  # the others go on, or are gone
             _client().wait_at_barrier("hybrid_jax/leave", round(1000 * _LEAVE_SECONDS))
     supervisor.flush()
@@ -204,7 +204,7 @@ def is_main() -> bool:
 class MissingProcesses(UserError):
     """Some processes of the run did not arrive: nothing more can be done together with them."""
 
-    exit_code = supervisor.PEER_LOST_EXIT_CODE
+    exit_code = signals.PEER_LOST_EXIT_CODE
 
 
 def agree(said: str, doing: str, timeout_seconds: float = 600, setting: str = "") -> dict[int, str]:

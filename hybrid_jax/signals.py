@@ -19,6 +19,7 @@ from typing import Any, Self
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # "Temporary failure" in sysexits.h: what a scheduler may be told to start again, and nothing else here exits with.
 REQUEUE_EXIT_CODE = 75
+PEER_LOST_EXIT_CODE = 69  # "service unavailable" there: another process of the run is gone
 _AGAIN_SECONDS = 0.05
 
 

@@ -25,7 +25,6 @@ from hybrid_jax import signals
 from hybrid_jax.cluster import Group, on_hosts
 from hybrid_jax.rank_logs import RankLogs
 
-PEER_LOST_EXIT_CODE = 69  # "service unavailable" in sysexits.h: another process of the run is gone
 VARIABLE = "HYBRID_JAX_SUPERVISOR"  # of the trainer: its parent's number, and the pipe for `tell`
 _PR_SET_PDEATHSIG = 1
 _OUTPUT_SECONDS = 5.0  # for the last lines of a trainer that has ended
@@ -140,9 +139,9 @@ class _Told:
 def run(arguments: Sequence[str], group: Group, logs: RankLogs) -> int:
     """Runs the trainer, a program with its arguments, as process `group.index` of the run; returns the exit code.
 
-    The trainer's own where it ended by itself, PEER_LOST_EXIT_CODE where the others' end ended it, 128 + N after
-    signal N. What process 0 prints goes where this process prints; of the others only stderr does, and what they print
-    goes into the log.
+    The trainer's own where it ended by itself, signals.PEER_LOST_EXIT_CODE where the others' end ended it, 128 + N
+    after signal N. What process 0 prints goes where this process prints; of the others only stderr does, and what they
+    print goes into the log.
     """
     signals.AT_ONCE.end()
     with signals.Forward().listen() as forward:
@@ -221,7 +220,7 @@ def _verdict(code: int, text: RuntimeText, told: _Told, group: Group, logs: Rank
         for line in text.held:
             _print(line)
     if text.aborted and (gone or text.not_met):
-        return PEER_LOST_EXIT_CODE
+        return signals.PEER_LOST_EXIT_CODE
     if code >= 0:
         return code
     name = signal.Signals(-code).name

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hybrid_jax import checkpoint, manifest, schema, sharding, supervisor
+from hybrid_jax import checkpoint, manifest, schema, sharding, signals
 from hybrid_jax.config import MeshConfig
 from hybrid_jax.errors import UserError
 
@@ -615,7 +615,7 @@ def test_a_process_that_dies_in_a_save_is_named_and_the_older_checkpoint_stays(t
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [supervisor.PEER_LOST_EXIT_CODE, 9], out
+    assert [process.returncode for process in processes] == [signals.PEER_LOST_EXIT_CODE, 9], out
     assert time.monotonic() - began < 80
     errors = [line for line in out[0][0].splitlines() if line.startswith("error: ")]
     assert len(errors) == 2, out

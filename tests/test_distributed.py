@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_jax import distributed, supervisor
+from hybrid_jax import distributed, signals
 from hybrid_jax.cluster import Member
 from hybrid_jax.errors import UserError
 from tests.test_supervisor import ends
@@ -119,7 +119,7 @@ def test_processes_that_do_not_come_are_named(others, missing):
         _agree(_Client(others))
     said = f"checkpoint 7: {missing} did not arrive within 2.5 s (config.checkpoint.timeout_seconds); look at what"
     assert str(caught.value).startswith(said)
-    assert caught.value.exit_code == supervisor.PEER_LOST_EXIT_CODE
+    assert caught.value.exit_code == signals.PEER_LOST_EXIT_CODE
 
 
 def test_a_service_that_fails_is_one_line():
@@ -192,7 +192,7 @@ def test_one_that_dies_ends_the_other_with_a_line_that_names_it(victim, tmp_path
         trainers = [pair.trainer(index) for index in range(2)]
         pair.processes[victim].kill()
         began = time.monotonic()
-        assert pair.processes[other].wait(60) == supervisor.PEER_LOST_EXIT_CODE, pair.said(other)
+        assert pair.processes[other].wait(60) == signals.PEER_LOST_EXIT_CODE, pair.said(other)
         assert time.monotonic() - began < 40  # 5 s of silence, and what a busy machine adds
         said = pair.said(other).splitlines()
         assert said[-1].startswith(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_jax import supervisor
+from hybrid_jax import signals, supervisor
 
 ROOT = Path(__file__).parents[1]
 _PARENT = """
@@ -186,7 +186,7 @@ os.abort()
 )  # fmt: skip
 def test_an_abort_of_the_runtime_is_one_line(index, text, told, said, tmp_path):
     code, _, err = ended(start(index, tmp_path, _ABORTS.format(text=text, told=told)))
-    assert code == supervisor.PEER_LOST_EXIT_CODE
+    assert code == signals.PEER_LOST_EXIT_CODE
     before, line = err.splitlines()
     assert before == "before" and line.startswith(f"error: {said}")
     kept = (tmp_path / f"rank-{index}" / "error.log").read_text()

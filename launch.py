@@ -9,6 +9,8 @@ import difflib
 import os
 import re
 import sys
+import traceback
+from pathlib import Path
 
 from hybrid_jax import signals
 
@@ -18,9 +20,10 @@ if __name__ == "__main__":
 try:
     from absl import flags
 
-    from hybrid_jax import config_file, platform
+    from hybrid_jax import cluster, config_file, platform, supervisor
     from hybrid_jax.config import Config, fields
     from hybrid_jax.errors import UserError
+    from hybrid_jax.rank_logs import RankLogs
 except ModuleNotFoundError as error:
     print(
         f"error: {error.name} is not installed for {sys.executable}; run `make setup` and use .venv/bin/python, or "
@@ -70,25 +73,27 @@ def _define() -> flags.FlagValues:
     )
     flags.DEFINE_integer("num_processes", 0, "processes of the run (or JAX_NUM_PROCESSES)", flag_values=values)
     flags.DEFINE_integer("process_id", -1, "this process's number (or JAX_PROCESS_ID)", flag_values=values)
+    flags.DEFINE_string(
+        "local_device_ids", "", "this process's GPUs, as 0,1, or all (or JAX_LOCAL_DEVICE_IDS)", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "expected_devices", 0, "devices of the whole run; another number is an error", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "heartbeat_seconds", 30, "after which a silent process of several counts as gone", flag_values=values
+    )
+    flags.DEFINE_integer("join_seconds", 600, "longest that processes wait for each other to start", flag_values=values)
+    flags.DEFINE_string(
+        "requeue_file", "", "made where a run of several processes ends to be started again", flag_values=values
+    )
     flags.DEFINE_bool("help", False, "this text", short_name="h", flag_values=values)
     return values
 
 
 def parse(arguments: list[str]) -> Options:
     """Splits `--config.KEY=VALUE` from the flags. Raises UserError for anything that is neither."""
-    plain, overrides = [], []
-    rest = iter(arguments)
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        bare = name.lstrip("-")
-        if not name.startswith("-") or not bare.startswith("config."):
-            plain.append("--dry_run=report" if argument in ("--dry_run", "-dry_run") else argument)
-            continue
-        if not equals:
-            value = next(rest, "--")
-            if value.startswith("--"):
-                raise UserError(f"{bare}: needs a value, as in --{bare}=VALUE")
-        overrides.append((bare.removeprefix("config."), value))
+    plain, overrides = config_file.split_overrides(arguments)
+    plain = ["--dry_run=report" if argument in ("--dry_run", "-dry_run") else argument for argument in plain]
     values = _define()
     try:
         left_over = values(["launch.py", *plain])[1:]
@@ -128,8 +133,11 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def run(arguments: list[str]) -> int:
-    """Everything `python launch.py` does; returns the exit code. Raises UserError."""
+def run(arguments: list[str], supervise: bool = False) -> int:
+    """Everything `python launch.py` does; returns the exit code. Raises UserError.
+
+    supervise: whether to run a trainer of several as another process (see supervisor.py) and not in this one.
+    """
     options = parse(arguments)
     values = options.flags
     if values.help:
@@ -145,7 +153,14 @@ def run(arguments: list[str]) -> int:
         found = data.dry_run(config)  # first: a mistake is to be one line and nothing else
         _show(f"{report.dry_run(config)}\n\n{found}\n\nActivations come on top; --dry_run=compile tells how much.")
         return 0
-    start_devices(values)
+    group = find_group(values)
+    if group and supervise:
+        logs = RankLogs(Path(config.workdir).expanduser() / "logs", group.index)
+        code = supervisor.run([sys.executable, os.path.abspath(__file__), *arguments], group, logs)
+        if values.requeue_file and code == config.train.requeue_exit_code:
+            Path(values.requeue_file).touch()
+        return code
+    start_devices(values, group)
     from hybrid_jax.kernels import dispatch
 
     dispatch.check(config.kernels.backend)
@@ -168,18 +183,27 @@ def _show(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def start_devices(values: flags.FlagValues) -> None:
+def find_group(values: flags.FlagValues) -> cluster.Group | None:
+    """The processes that make this run, None for one alone. Raises UserError."""
+    for name, least in (("expected_devices", 0), ("heartbeat_seconds", 5), ("join_seconds", 1)):
+        if getattr(values, name) < least:
+            raise UserError(f"--{name}: must be at least {least}, not {getattr(values, name)}")
+    return cluster.find(values.coordinator_address, values.num_processes, values.process_id, values.local_device_ids)
+
+
+def start_devices(values: flags.FlagValues, group: cluster.Group | None) -> None:
     """Sets the environment, imports jax, joins the other processes. Raises UserError."""
-    name = platform.prepare(values.platform or "")
+    name = platform.prepare(values.platform or "", several=group is not None)
     if not values.platform:
         warning = platform.unused_gpu(name, platform.installed_plugins(), platform.visible_hardware())
         if warning:
             print(f"warning: {warning}", file=sys.stderr)
     from hybrid_jax import distributed
 
-    distributed.initialize(values.coordinator_address, values.num_processes, values.process_id)
+    distributed.initialize(group, name, values.heartbeat_seconds, values.join_seconds)
     signals.AT_ONCE.install()  # jax.distributed has its own handler of SIGTERM
     platform.check_backend(name)
+    distributed.check_expected(values.expected_devices)
 
 
 def compile_only(config: Config) -> int:
@@ -192,20 +216,42 @@ def compile_only(config: Config) -> int:
     return 0
 
 
-def main(arguments: list[str]) -> int:
-    """`run`, with a UserError as one line on stderr and exit code 2."""
+def main(arguments: list[str], supervise: bool = False) -> int:
+    """`run`, with a UserError as one line on stderr and its exit code. Of several processes, one that fails ends at
+    once: what runs at exit would wait for the others."""
     try:
-        return run(arguments)
+        return run(arguments, supervise)
     except UserError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
-        if error.abandon:
-            sys.stdout.flush()
-            os._exit(2)
-        return 2
+        _leave(error.exit_code)
+        return error.exit_code
     except KeyboardInterrupt:
         print("interrupted before training", file=sys.stderr)
         return 130
+    except Exception as error:
+        if "jax" in sys.modules:
+            from hybrid_jax import distributed
+
+            distributed.await_abort(error)
+            traceback.print_exc()
+            _leave(1)
+        raise
+
+
+def _leave(code: int) -> None:
+    if "jax" in sys.modules:
+        from hybrid_jax import distributed
+
+        distributed.leave(code)
+
+
+def _program() -> int:
+    """What `python launch.py` does; a trainer of several processes it does beside another such program."""
+    supervised = supervisor.attach()
+    if supervised:
+        signals.StopRequest.together_seconds = 0.5
+    return main(sys.argv[1:], supervise=not supervised)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(_program())

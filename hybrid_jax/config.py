@@ -261,7 +261,10 @@ class LogConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    workdir: str = key("", "output folder (empty = runs/<config file's name>)")
+    workdir: str = key("", "output folder (empty = WORKSPACE/GROUP/USER/<config file's name>, without empty parts)")
+    workspace: str = key("runs", "folder of the runs of all")
+    group: str = key("", "folder in it of a team")
+    user: str = key("", "folder in that of a person")
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -12,9 +12,10 @@ from hybrid_jax.config import CheckpointConfig, Config, MeshConfig, ModelConfig,
 from hybrid_jax.errors import UserError
 from hybrid_jax.kernels import support
 from hybrid_jax.pattern import NAMES
+from hybrid_jax.signals import PEER_LOST_EXIT_CODE
 
 MAX_LENGTH = 4_194_304  # hybrid_jax/layers/rotary.py has positions below this; a test holds the two together
-_TAKEN_EXIT_CODES = (1, 2, 130, 134, 137, 139)
+_TAKEN_EXIT_CODES = (1, 2, PEER_LOST_EXIT_CODE, 130, 134, 137, 139)
 
 
 def check(config: Config) -> None:
@@ -136,8 +137,8 @@ def _check_train(config: Config) -> None:
     if not 1 <= train.requeue_exit_code <= 255 or train.requeue_exit_code in _TAKEN_EXIT_CODES:
         raise UserError(
             f"config.train.requeue_exit_code: {train.requeue_exit_code} is not from 1 to 255, or is one that means "
-            "something else (1 and 2 errors, 130 Ctrl-C, 134, 137 and 139 a crash or kill); 75 is what sysexits.h "
-            "calls a temporary failure"
+            "something else (1 and 2 errors, 69 a lost process, 130 Ctrl-C, 134, 137 and 139 a crash or kill); 75 is "
+            "what sysexits.h calls a temporary failure"
         )
     if train.profile_steps:
         match = re.fullmatch(r"([0-9]+):([0-9]+)", train.profile_steps)

@@ -25,6 +25,24 @@ def split(spec: str) -> tuple[Path, str]:
     return Path(spec), ""
 
 
+def split_overrides(arguments: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """(the arguments that are none, the --config.KEY=VALUE and --config.KEY VALUE as pairs). Raises UserError."""
+    plain, overrides = [], []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        bare = name.lstrip("-")
+        if not name.startswith("-") or not bare.startswith("config."):
+            plain.append(argument)
+            continue
+        if not equals:
+            value = next(rest, "--")
+            if value.startswith("--"):
+                raise UserError(f"{bare}: needs a value, as in --{bare}=VALUE")
+        overrides.append((bare.removeprefix("config."), value))
+    return plain, overrides
+
+
 def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
     """The Config of a file and of (path such as "model.mixer", text) pairs on top of it; workdir is always
     set.
@@ -40,7 +58,8 @@ def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
     if not config.workdir:
         stem = path.absolute().parent.name if path.suffix == ".json" else path.stem
         name = f"{stem}-{variant}" if variant else stem
-        config = dataclasses.replace(config, workdir=f"runs/{name}")
+        parts = [part for part in (config.workspace, config.group, config.user, name) if part]
+        config = dataclasses.replace(config, workdir="/".join(parts))
     return config
 
 

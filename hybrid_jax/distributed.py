@@ -6,80 +6,192 @@ folder).
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
+import json
 import os
-from collections.abc import Mapping
+import socket
+import time
+from pathlib import Path
 from typing import Any
 
+from hybrid_jax import cluster, platform, signals, supervisor
+from hybrid_jax.cluster import Group, Member
 from hybrid_jax.errors import UserError
 
-ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-FLAGS = ("--coordinator_address", "--num_processes", "--process_id")
+HEARTBEAT_SECONDS = 30  # after which a silent process counts as gone
+JOIN_SECONDS = 600
+_SHUTDOWN_SECONDS = 3600  # processes end together; one that died meanwhile is found by its heartbeat
+_LEAVE_SECONDS = 5.0
+_ABORT_SECONDS = 15  # that the runtime takes at most, after the heartbeat's
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-
-def _integer(text: str, name: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"{name}: {text!r} is not a whole number") from None
-
-
-def settings(
-    coordinator_address: str = "",
-    num_processes: int = 0,
-    process_id: int = -1,
-    environment: Mapping[str, str] | None = None,
-) -> tuple[str, int, int] | None:
-    """The checked (address, processes, id), from the arguments ("" / 0 / -1 = not given) or else the
-    environment.
-
-    None when nothing asks for several processes. Raises UserError when only a part is given or a value is
-    impossible.
-    """
-    env = os.environ if environment is None else environment
-    given = {0: coordinator_address, 1: "" if num_processes == 0 else str(num_processes)}
-    given[2] = "" if process_id == -1 else str(process_id)
-    names = {i: FLAGS[i] if given[i] else ENVIRONMENT[i] for i in range(3)}
-    values = {i: given[i] or env.get(ENVIRONMENT[i], "").strip() for i in range(3)}
-    if not any(values.values()):
-        return None
-    missing = [f"{FLAGS[i]} (or {ENVIRONMENT[i]})" for i in range(3) if not values[i]]
-    if missing:
-        present = ", ".join(names[i] for i in range(3) if values[i])
-        raise UserError(f"{present} given without {' and '.join(missing)}: several processes need all three")
-    count, index = _integer(values[1], names[1]), _integer(values[2], names[2])
-    if count < 1:
-        raise UserError(f"{names[1]}: must be at least 1, not {count}")
-    if not 0 <= index < count:
-        raise UserError(f"{names[2]}: must be from 0 to {count - 1} ({count} processes), not {index}")
-    host, _, port = values[0].rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"{names[0]}: {values[0]!r} is not HOST:PORT, for example 127.0.0.1:12321")
-    return values[0], count, index
+_heartbeat_seconds = HEARTBEAT_SECONDS
+members: list[Member] = []  # the processes of this run, by number, once they have joined; empty for a single one
 
 
 def initialize(
-    coordinator_address: str = "", num_processes: int = 0, process_id: int = -1, timeout_seconds: int = 300
+    group: Group | None,
+    platform_name: str = "cpu",
+    heartbeat_seconds: int = HEARTBEAT_SECONDS,
+    join_seconds: int = JOIN_SECONDS,
 ) -> bool:
     """Joins the other processes of the run; True if there are any. Call before the first use of a device.
 
-    Does nothing when nothing asks for it, or when the process has joined already. Raises UserError on a wrong
-    combination of settings and when the others do not answer within `timeout_seconds`.
+    Each process then sees its own GPUs only (cluster.local_devices). Does nothing for a single process (None), or when
+    this one has joined already. Raises UserError when the others do not answer within `join_seconds`, and when what
+    they say does not fit together.
     """
     import jax
 
     if jax.distributed.is_initialized():
         return jax.process_count() > 1
-    found = settings(coordinator_address, num_processes, process_id)
-    if found is None or found[1] == 1:
+    if group is None:
         return False
-    address, count, index = found
+    global _heartbeat_seconds
+    _heartbeat_seconds = heartbeat_seconds
+    _go_past_proxies(group.address)
     try:
-        jax.distributed.initialize(address, count, index, initialization_timeout=timeout_seconds)
+        # jax's own detection gives each process of a Slurm job one GPU, also where it is the only one of its host.
+        jax.distributed.initialize(
+            group.address,
+            group.count,
+            group.index,
+            cluster_detection_method="deactivate",
+            initialization_timeout=join_seconds,
+            heartbeat_timeout_seconds=heartbeat_seconds,
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        )
     except Exception as error:  # jax raises RuntimeError or XlaRuntimeError, by version
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"process {index} of {count} could not join {address}: {reason}") from error
+        raise UserError(
+            f"process {group.index} of {group.count} could not join {group.address}: {_first_line(error)}"
+        ) from error
+    visible, gpus = platform.visible_gpus(platform_name, os.environ)
+    own = Member(socket.gethostname(), _machine(), os.getpid(), platform_name, group.devices, visible, gpus)
+    said = _agree(_client(), group.index, group.count, json.dumps(dataclasses.asdict(own)), "joining", join_seconds, "")
+    members[:] = [Member(**json.loads(said[i])) for i in range(group.count)]
+    supervisor.tell([member.host for member in members])
+    devices = cluster.local_devices(members, group.index)
+    if devices is not None:
+        jax.config.update(f"jax_{platform_name}_visible_devices", ",".join(map(str, devices)))
     return True
+
+
+def _machine() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _go_past_proxies(address: str) -> None:
+    """gRPC would ask an HTTP proxy of the environment for the coordinator, which such a proxy does not reach."""
+    import jax
+
+    if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
+        skipped = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy", "")
+        host = address.rpartition(":")[0].strip("[]")
+        os.environ["no_grpc_proxy"] = f"{skipped},{host}".strip(",")
+        jax.config.update("jax_check_proxy_envs", False)  # it warns of just that
+
+
+def _client() -> Any:
+    # jax has no public way to a barrier that ends, nor to the store of keys beside it.
+    import jax
+
+    return jax._src.distributed.global_state.client  # type: ignore[attr-defined]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def leave(code: int) -> None:
+    """Ends this process with `code`, without what runs at exit, which would wait for processes that do not end.
+
+    For errors. Where all end for one and the same they do so together; else those that are left find out by the
+    heartbeat. Returns where no others have joined.
+    """
+    if not members:
+        return
+    if code != signals.PEER_LOST_EXIT_CODE:
+        with contextlib.suppress(Exception):  # the others go on, or are gone
+            _client().wait_at_barrier("hybrid_jax/leave", round(1000 * _LEAVE_SECONDS))
+    supervisor.flush()
+    os._exit(code)
+
+
+def await_abort(error: BaseException) -> None:
+    """After an error of a collective, as when the process at its other end died: waits until the runtime ends this
+    process for that, or for longer than it would take. Returns at once for other errors."""
+    import jax
+
+    if members and isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        time.sleep(_heartbeat_seconds + _ABORT_SECONDS)
+
+
+def check_expected(expected: int) -> None:
+    """Raises UserError unless the run has `expected` devices: a line with what each process has. Starts the backend."""
+    import jax
+
+    if expected and jax.device_count() != expected:
+        raise UserError(f"--expected_devices: {expected} expected, but there are {jax.device_count()}: {_found()}")
+
+
+def _found() -> str:
+    import jax
+
+    by_count: dict[tuple[int, str], list[int]] = {}
+    for process in range(jax.process_count()):
+        kinds = [device.device_kind for device in jax.devices() if device.process_index == process]
+        by_count.setdefault((len(kinds), kinds[0] if kinds else "device"), []).append(process)
+    return "; ".join(f"{named(which)}: {count} x {kind}" for (count, kind), which in by_count.items())
+
+
+def named(which: list[int], count: int = 0) -> str:
+    """Processes with their hosts, as far as these are known."""
+    return cluster.on_hosts(which, [member.host for member in members], count)
+
+
+_MOST_ROWS = 8
+_Row = tuple[list[str], list[int], str, str]  # hosts, processes, devices a process, kind
+
+
+def table() -> str:
+    """Who makes the run, a row a host: its processes, their devices. Where there are many, hosts one after the other
+    that are alike share a row. "" for a single process. Starts the backend."""
+    import jax
+
+    from hybrid_jax.report import aligned
+
+    if not members:
+        return ""
+    devices: dict[int, list[Any]] = {}
+    for device in jax.devices():
+        devices.setdefault(device.process_index, []).append(device)
+    hosts: dict[str, list[int]] = {}
+    for index, member in enumerate(members):
+        hosts.setdefault(member.host, []).append(index)
+    rows: list[_Row] = []
+    for host, which in hosts.items():
+        counts = sorted({len(devices.get(i, [])) for i in which})
+        kinds = sorted({device.device_kind for i in which for device in devices.get(i, [])})
+        row = ([host], which, "-".join(map(str, dict.fromkeys((counts[0], counts[-1])))), ", ".join(kinds))
+        if len(hosts) > _MOST_ROWS and rows and rows[-1][2:] == row[2:] and _alike(rows[-1], row):
+            rows[-1] = (rows[-1][0] + [host], rows[-1][1] + which, *row[2:])
+        else:
+            rows.append(row)
+    lines = [("host", "processes", "devices a process", "devices", "kind")]
+    for names, which, each, kind in rows:
+        host = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} hosts)"
+        total = sum(len(devices.get(i, [])) for i in which)
+        lines.append((host, cluster.ranges(which), each, str(total), kind))
+    return "\n".join(aligned(lines))
+
+
+def _alike(row: _Row, other: _Row) -> bool:
+    return len(row[1]) == len(row[0]) * len(other[1])
 
 
 def is_main() -> bool:
@@ -92,7 +204,7 @@ def is_main() -> bool:
 class MissingProcesses(UserError):
     """Some processes of the run did not arrive: nothing more can be done together with them."""
 
-    abandon = True
+    exit_code = signals.PEER_LOST_EXIT_CODE
 
 
 def agree(said: str, doing: str, timeout_seconds: float = 600, setting: str = "") -> dict[int, str]:
@@ -105,9 +217,7 @@ def agree(said: str, doing: str, timeout_seconds: float = 600, setting: str = ""
 
     if jax.process_count() == 1:
         return {0: said} if said else {}
-    # jax has no public way to a barrier that ends, nor to the store of keys beside it.
-    client = jax._src.distributed.global_state.client  # type: ignore[attr-defined]
-    return _agree(client, jax.process_index(), jax.process_count(), said, doing, timeout_seconds, setting)
+    return _agree(_client(), jax.process_index(), jax.process_count(), said, doing, timeout_seconds, setting)
 
 
 _calls = itertools.count()
@@ -125,13 +235,13 @@ def _agree(
         here = {int(key.rpartition("/")[2]) for key, _ in client.key_value_dir_get(folder)}
         missing = sorted(set(range(count)) - here)
         if not missing:  # the last one came as the time ran out, or the service failed
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise MissingProcesses(f"{doing}: the {count} processes did not meet: {reason}") from error
-        which = f"process {missing[0]}" if len(missing) == 1 else f"processes {', '.join(map(str, missing))}"
+            raise MissingProcesses(f"{doing}: the {count} processes did not meet: {_first_line(error)}") from error
         limit = f" ({setting})" if setting else ""
+        late = "DEADLINE_EXCEEDED" in str(error)  # else the service knew before that they are gone
+        what = f"did not arrive within {timeout_seconds:g} s{limit}" if late else "ended"
         raise MissingProcesses(
-            f"{doing}: {which} of {count} did not arrive within {timeout_seconds:g} s{limit}; look at what "
-            f"{'it' if len(missing) == 1 else 'they'} printed last, and start all processes again"
+            f"{doing}: {named(missing, count)} {what}; look at what {'it' if len(missing) == 1 else 'they'} printed "
+            "last, and start all processes again"
         ) from error
     values = {int(key.rpartition("/")[2]): value[1:] for key, value in client.key_value_dir_get(folder)}
     if index == 0 and call:  # all have read the last call's, or they would not be here

@@ -5,9 +5,9 @@ class UserError(Exception):
     """A mistake the user can mend: one line that says what, where and what to do.
 
     `launch.py` and every `python -m hybrid_jax.<verb>` print it as `error: <message>` on stderr and exit with
-    code 2.
+    `exit_code`.
     """
 
-    lines: tuple[str, ...] = ()  # instead, where there are several mistakes: a line of each
+    exit_code = 2
 
-    abandon = False  # True: end the process at once, as what runs at exit would wait for others in vain
+    lines: tuple[str, ...] = ()  # instead, where there are several mistakes: a line of each

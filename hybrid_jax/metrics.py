@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from hybrid_jax.errors import UserError
+from hybrid_jax.rank_logs import RankLogs, level_name
 
 if TYPE_CHECKING:
     from hybrid_jax.config import Config
@@ -211,14 +212,16 @@ class _Lines(logging.Handler):
     console: Console
 
     def emit(self, record: logging.LogRecord) -> None:
+        level = level_name(record.levelno)
         if record.levelno < logging.INFO:
-            self.console.record(self.format(record))
+            self.console.record(self.format(record), level)
         else:
-            self.console.phase(record.getMessage())
+            self.console.phase(record.getMessage(), level)
 
 
 class Console:
-    """What a person sees: dated lines (also kept in train.log), and the progress of training.
+    """What a person sees: dated lines (also kept in train.log), and the progress of training. All of it goes into
+    `logs` too, also where nothing is printed (`quiet`).
 
     On a terminal the progress is one bar that is redrawn; elsewhere it is a plain line for the first steps
     and then one at most every `every_seconds`.
@@ -230,30 +233,33 @@ class Console:
         stream: TextIO | None = None,
         quiet: bool = False,
         every_seconds: float = 10.0,
+        logs: RankLogs | None = None,
     ):
         self.stream = stream or sys.stdout
         self.quiet = quiet
         self.every_seconds = every_seconds
         self.bar = not quiet and self.stream.isatty()
         self._log = log_path.open("a", encoding="utf-8") if log_path and not quiet else None
+        self._logs = logs
         self._began = time.perf_counter()
         self._drawn = False
         self._last_line = -math.inf
         self._lines = 0
 
-    def text(self, text: str) -> None:
+    def text(self, text: str, level: str = "INFO") -> None:
         """Prints `text` as it is, and keeps it in train.log."""
-        if self.quiet:
-            return
-        self._clear()
-        print(text, file=self.stream, flush=True)
-        self.record(text)
+        if not self.quiet:
+            self._clear()
+            print(text, file=self.stream, flush=True)
+        self.record(text, level)
 
-    def record(self, text: str) -> None:
-        """Keeps `text` in train.log alone; what a full disk has no room for is left out."""
+    def record(self, text: str, level: str = "INFO") -> None:
+        """Keeps `text` in train.log and the logs alone; what a full disk has no room for is left out."""
         if self._log:
             with _unless_full():
                 print(text, file=self._log, flush=True)
+        if self._logs:
+            self._logs.write(level, text)
 
     def handler(self) -> logging.Handler:
         """For Python's logging: what the package logs from INFO on stands among the other lines, and what it logs at
@@ -262,15 +268,13 @@ class Console:
         handler.console = self
         return handler
 
-    def phase(self, text: str) -> None:
+    def phase(self, text: str, level: str = "INFO") -> None:
         """A line with the seconds since the start: which phase a slow or hanging run is in."""
-        self.text(f"[{time.perf_counter() - self._began:7.1f} s] {text}")
+        self.text(f"[{time.perf_counter() - self._began:7.1f} s] {text}", level)
 
     def progress(self, step: int, steps: int, values: Values, seconds_left: float) -> None:
         """Shows the step's values: loss, learning_rate, grad_norm, tokens_per_second, tflops_per_second,
         mfu."""
-        if self.quiet:
-            return
         line = progress_text(values, seconds_left)
         now = time.perf_counter()
         if self.bar:
@@ -283,7 +287,7 @@ class Console:
             self._drawn = True
         if self._lines < 3 or step == steps or now - self._last_line >= self.every_seconds:
             text = f"step {step:>{len(str(steps))}}/{steps} {line}"
-            if not self.bar:
+            if not (self.bar or self.quiet):
                 print(text, file=self.stream, flush=True)
             self.record(text)
             self._last_line = now

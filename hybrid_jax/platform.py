@@ -17,6 +17,13 @@ from hybrid_jax.errors import UserError
 
 REQUESTS = ("auto", "cpu", "gpu", "cuda", "rocm")
 _TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
+_DRI = Path("/dev/dri")
+_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+# Each one limits what a process sees, within what the ones before it leave.
+_VISIBLE = {
+    "rocm": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    "cuda": ("CUDA_VISIBLE_DEVICES",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +35,7 @@ class Setting:
     platform: str
     reason: str
     architectures: tuple[str, ...] = ()  # empty = all
+    several: bool = False  # only where several processes make the run
 
 
 SETTINGS = (
@@ -48,19 +56,35 @@ SETTINGS = (
     Setting("HIP_FORCE_DEV_KERNARG", "1", "rocm", "kernel arguments in device memory: shorter launches"),
     Setting("HSA_NO_SCRATCH_RECLAIM", "1", "rocm", "no stall to give scratch memory back", ("gfx942",)),
     Setting("RCCL_WARP_SPEED_AUTO", "0", "rocm", "on by default there, and gave NaN losses", ("gfx950",)),
+    Setting("NCCL_IB_GID_INDEX", "3", "rocm", "RoCE v2 addresses, as AMD's clusters route them", several=True),
+    *(
+        Setting(f"--xla_gpu_first_collective_call_{name}_timeout_seconds", seconds, platform, reason, several=True)
+        for platform in ("rocm", "cuda")
+        for name, seconds, reason in (
+            ("warn_stuck", "120", "the others may still compile, which is no reason to warn"),
+            ("terminate", "1800", "nor to abort, as after 40 s; a process that died is found by its heartbeat"),
+        )
+    ),
     Setting("--xla_gpu_enable_latency_hiding_scheduler", "true", "cuda", "overlaps collectives with compute"),
     Setting("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9", "cuda", "jax takes 0.75; NCCL and cuBLAS need the rest"),
 )
 
 
-def environment(platform: str, user: Mapping[str, str], architecture: str = "") -> dict[str, str]:
-    """The variables to set for `platform` ("cpu", "cuda" or "rocm") on top of the environment `user`."""
+def environment(
+    platform: str, user: Mapping[str, str], architecture: str = "", several: bool = False
+) -> dict[str, str]:
+    """The variables to set for `platform` ("cpu", "cuda" or "rocm") on top of the environment `user`.
+
+    several: whether several processes make the run.
+    """
     new: dict[str, str] = {}
     flags: list[str] = []
     user_flags = user.get("XLA_FLAGS", "").strip()
     taken = {token.split("=")[0] for token in user_flags.split()}
     for setting in SETTINGS:
-        if setting.platform != platform or (setting.architectures and architecture not in setting.architectures):
+        if setting.platform != platform or (setting.several and not several):
+            continue
+        if setting.architectures and architecture not in setting.architectures:
             continue
         if not setting.name.startswith("--"):
             if setting.name not in user:
@@ -86,17 +110,49 @@ def visible_hardware() -> set[str]:
     return {platform for platform, paths in signs.items() if any(map(os.path.exists, paths))}
 
 
-def amd_architecture(topology: Path = _TOPOLOGY) -> str:
-    """The first AMD GPU's architecture, such as "gfx942", by the kernel driver; "" if there is none."""
+def _amd_gpus(topology: Path) -> list[tuple[int, int]]:
+    """(gfx_target_version, number of its /dev/dri/renderD node) of each AMD GPU that the kernel driver lists."""
+    found = []
     for properties in sorted(topology.glob("*/properties")):
         try:
-            match = re.search(r"^gfx_target_version (\d+)$", properties.read_text(), re.MULTILINE)
+            values = dict(re.findall(r"^(\w+) (\d+)$", properties.read_text(), re.MULTILINE))
         except OSError:
             continue
-        if match and int(match[1]):
-            version = int(match[1])  # 90402 means 9.4.2; the last digit is hexadecimal in the name
-            return f"gfx{version // 10000}{version // 100 % 100}{version % 100:x}"
+        if int(values.get("gfx_target_version", 0)):
+            found.append((int(values["gfx_target_version"]), int(values.get("drm_render_minor", 0))))
+    return found
+
+
+def amd_architecture(topology: Path = _TOPOLOGY) -> str:
+    """The first AMD GPU's architecture, such as "gfx942", by the kernel driver; "" if there is none."""
+    for version, _ in _amd_gpus(topology):  # 90402 means 9.4.2; the last digit is hexadecimal in the name
+        return f"gfx{version // 10000}{version // 100 % 100}{version % 100:x}"
     return ""
+
+
+def visible_gpus(
+    platform: str,
+    environment: Mapping[str, str],
+    topology: Path = _TOPOLOGY,
+    dri: Path = _DRI,
+    nvidia: Path = _NVIDIA_GPUS,
+) -> tuple[str, int]:
+    """(the variables that limit which GPUs this process sees, how many those are); 0 on the CPU or if none is seen.
+
+    By the driver's lists, as jax would open them. A container sees all GPUs in AMD's, but has the device files of its
+    own alone.
+    """
+    if platform == "rocm":
+        count = sum(not dri.is_dir() or (dri / f"renderD{minor}").exists() for _, minor in _amd_gpus(topology))
+    else:
+        count = len(list(nvidia.glob("*"))) if platform == "cuda" else 0
+    limits, counts = [], [count] if count else []
+    for name in _VISIBLE.get(platform, ()):
+        if name in environment:
+            named = [part for part in environment[name].split(",") if part.strip() not in ("", "-1", "NoDevFiles")]
+            limits.append(f"{name}={environment[name]}")
+            counts.append(len(named))
+    return " ".join(limits), min(counts, default=0)
 
 
 def choose(request: str, plugins: Iterable[str], hardware: Iterable[str]) -> str:
@@ -123,14 +179,16 @@ def choose(request: str, plugins: Iterable[str], hardware: Iterable[str]) -> str
     return wanted[0]
 
 
-def prepare(request: str) -> str:
+def prepare(request: str, several: bool = False) -> str:
     """Sets this process's environment for a request ("" = JAX_PLATFORMS, else auto) and returns the platform.
 
-    To be called before jax is imported. Raises UserError as `choose` does.
+    several: whether several processes make the run. To be called before jax is imported. Raises UserError as `choose`
+    does.
     """
     asked = request or os.environ.get("JAX_PLATFORMS", "") or "auto"
     platform = choose(asked, installed_plugins(), visible_hardware())
-    os.environ.update(environment(platform, os.environ, amd_architecture() if platform == "rocm" else ""))
+    architecture = amd_architecture() if platform == "rocm" else ""
+    os.environ.update(environment(platform, os.environ, architecture, several))
     if request and request != "auto":
         os.environ["JAX_PLATFORMS"] = platform
     return platform

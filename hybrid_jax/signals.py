@@ -6,16 +6,20 @@ No jax here: `launch.py` listens with `AT_ONCE` before it imports jax.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # "Temporary failure" in sysexits.h: what a scheduler may be told to start again, and nothing else here exits with.
 REQUEUE_EXIT_CODE = 75
+PEER_LOST_EXIT_CODE = 69  # "service unavailable" there: another process of the run is gone
 _AGAIN_SECONDS = 0.05
 
 
@@ -57,6 +61,10 @@ class _Handlers:
                 self._old.setdefault(number, old)
 
     def __exit__(self, *unused: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """The handlers of before come back."""
         for number, handler in self._old.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         if self._pipe:
@@ -106,12 +114,14 @@ class StopRequest(_Handlers):
     Python has to drop it, as in a callback of the garbage collector, is raised again.
     """
 
+    together_seconds = 0.0  # Ctrl-Cs so close to the first are it, sent twice
+
     def __init__(self, requeue_exit_code: int = REQUEUE_EXIT_CODE) -> None:
         super().__init__()
         self.requeue_exit_code = requeue_exit_code
         self.signal = 0
         self._stepping = True
-        self._heard = False
+        self._heard = -math.inf  # when the first one came
         self._raised: BaseException | None = None
         self._again: threading.Timer | None = None  # sends the signal once more
         self._own = 0  # signals that it sent and `_received` has not heard yet
@@ -121,12 +131,12 @@ class StopRequest(_Handlers):
         self._hook, sys.unraisablehook = sys.unraisablehook, self._dropped
         return super().listen()
 
-    def __exit__(self, *unused: object) -> None:
+    def end(self) -> None:
         if self._again:
             self._again.cancel()
         if self._hook:
             sys.unraisablehook, self._hook = self._hook, None
-        super().__exit__(*unused)
+        super().end()
 
     def _dropped(self, told: Any) -> None:
         if self._raised is None or told.exc_value is not self._raised:
@@ -163,10 +173,12 @@ class StopRequest(_Handlers):
         if self._own:
             self._own -= 1
             return
-        if self._heard and number == signal.SIGINT:
+        if self._heard > -math.inf and number == signal.SIGINT:
+            if time.monotonic() - self._heard < self.together_seconds:
+                return
             _say("error: aborted; the last whole checkpoint is kept")
             os._exit(130)  # threads may hold locks: nothing orderly is left to try
-        self._heard = True
+        self._heard = time.monotonic()
 
 
 class Interrupts(_Handlers):
@@ -186,6 +198,29 @@ class Interrupts(_Handlers):
         if number != signal.SIGINT or (self.busy and self.asked):
             os._exit(128 + number)
         self.asked = self.busy
+
+
+class Forward(_Handlers):
+    """Passes signals on to another process, those from before it is known too.
+
+    Of a scheduler that signals every process of a job that one may get each twice (see StopRequest.together_seconds).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pid, self._before = 0, 0
+
+    def to(self, pid: int) -> None:
+        self._pid = pid
+        if self._before:
+            self._received(self._before)
+
+    def _received(self, number: int) -> None:
+        if not self._pid:
+            self._before = number
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, number)
 
 
 def _say(line: str) -> None:

@@ -1,6 +1,6 @@
 """A training run, top to bottom: devices, data, state, compile, loop, last words.
 
-Its folder (config.workdir) gets config.json, metrics.jsonl, train.log, checkpoints/, loss.png and sample.txt.
+Its folder (config.workdir) gets config.json, metrics.jsonl, train.log, logs/, checkpoints/, loss.png and sample.txt.
 A run that finds checkpoints there goes on from the newest one. Steps are counted from 1: step k is the k-th
 update.
 """
@@ -14,6 +14,7 @@ import math
 import os
 import socket
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -23,6 +24,7 @@ import numpy as np
 
 from hybrid_jax import (
     checkpoint,
+    cluster,
     data,
     distributed,
     divergence,
@@ -44,6 +46,7 @@ from hybrid_jax.data.interface import Dataset
 from hybrid_jax.errors import UserError
 from hybrid_jax.plot import plot
 from hybrid_jax.profiling import Profile
+from hybrid_jax.rank_logs import RankLogs
 from hybrid_jax.sample import on_one_device, prompt_ids, sample
 from hybrid_jax.signals import StopRequest, exit_code
 from hybrid_jax.step import Programs, batch_shape
@@ -52,7 +55,7 @@ from hybrid_jax.step import Programs, batch_shape
 def run(cfg: Config) -> None:
     """Trains as `cfg` says. Raises UserError for what the user can mend, SystemExit(130 or 143) after a
     signal."""
-    distributed.initialize()
+    distributed.initialize(cluster.find())
     main = distributed.is_main()
     workdir = Path(cfg.workdir).expanduser()
     problem, lock = _claim(workdir) if main else ("", None)
@@ -69,25 +72,31 @@ def run(cfg: Config) -> None:
 
 
 def _logged(cfg: Config, workdir: Path, main: bool) -> None:
-    console = metrics.Console(workdir / "train.log", quiet=not main)
+    logs = RankLogs(workdir / "logs", jax.process_index())
+    console = metrics.Console(workdir / "train.log", quiet=not main, logs=logs)
     handler, logger = console.handler(), logging.getLogger("hybrid_jax")
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     logger.propagate = False  # else a root handler, as absl's, says it again
     try:
-        _run(cfg, workdir, console)
+        with logs.listening(show=main):
+            _run(cfg, workdir, console)
     except KeyboardInterrupt:  # outside the loop, which has its own answer to it
         console.text("interrupted; run the same command to go on from the newest checkpoint, if there is one")
         raise SystemExit(130) from None
     except UserError as error:
-        console.record(f"error: {error}")
+        console.record(f"error: {error}", "ERROR")
+        raise
+    except Exception:
+        logs.write("ERROR", traceback.format_exc().rstrip())
         raise
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)  # a thread may still have something to say: see orbax_log.py
         logger.propagate = True
         console.close()
+        logs.close()
 
 
 def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
@@ -103,6 +112,8 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
     train_data, valid_data = data.open_splits(cfg)
     if main:
         console.text(report.banner(cfg, jax.devices(), workdir))
+        if hosts := distributed.table():
+            console.text(f"\n{hosts}\n")
         console.text(f"data        {train_data.description}")
     prompt = prompt_ids(cfg.eval, train_data.tokenizer)  # now and not after the run, as it may fail
 

@@ -29,6 +29,18 @@ def pytest_configure(config):
     os.environ.setdefault("TQDM_DISABLE", "1")
 
 
+@pytest.fixture(scope="session")
+def compile_once(tmp_path_factory):
+    """Variables for programs that train one small model in many tests: they compile fast, and what one has compiled the
+    next one finds."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
+
+
 # What takes long, by the beginning of its name: `make test` leaves it to `make test-slow`. Each of these has quicker
 # relatives that stay.
 SLOW = (

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 def tree(folder):
     """Every file below it, with its content; not what a refusal itself writes."""
-    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in ("train.log", ".lock"))
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.suffix != ".log" and p.name != ".lock")
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hybrid_jax import checkpoint, manifest, schema, sharding
+from hybrid_jax import checkpoint, manifest, schema, sharding, signals
 from hybrid_jax.config import MeshConfig
 from hybrid_jax.errors import UserError
 
@@ -566,13 +566,13 @@ def test_what_a_signal_saves_costs_no_scheduled_checkpoint(tmp_path):
 _PROCESS = """
 import os, sys
 import jax
-from hybrid_jax import checkpoint, distributed, sharding
+from hybrid_jax import checkpoint, cluster, distributed, sharding
 from hybrid_jax.config import MeshConfig
 from hybrid_jax.errors import UserError
 from orbax.checkpoint._src.checkpointers import async_checkpointer
 from tests.test_checkpoint import META, _state
 folder, port, index = sys.argv[1], sys.argv[2], int(sys.argv[3])
-distributed.initialize(f"127.0.0.1:{port}", 2, index)
+distributed.initialize(cluster.Group(f"127.0.0.1:{port}", 2, index))
 whole = sharding.replicated(sharding.make_mesh(MeshConfig()))
 made = [jax.jit(lambda value=value: _state(value), out_shardings=whole)() for value in (1.0, 2.0)]
 checkpoints = checkpoint.Checkpoints(folder, 3, META, print, timeout_seconds=3, max_failures=3)
@@ -590,7 +590,7 @@ except UserError as error:
         distributed.agree("", "one more meeting", 1)
     except UserError as error:
         print("error:", error, flush=True)
-        os._exit(2 if error.abandon else 3)
+        os._exit(error.exit_code)
 """
 
 
@@ -616,12 +616,13 @@ def test_a_process_that_dies_in_a_save_is_named_and_the_older_checkpoint_stays(t
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [2, 9], out
+    assert [process.returncode for process in processes] == [signals.PEER_LOST_EXIT_CODE, 9], out
     assert time.monotonic() - began < 80
     errors = [line for line in out[0][0].splitlines() if line.startswith("error: ")]
     assert len(errors) == 2, out
-    assert "the end of checkpoint 2: process 1 of 2 did not arrive within 3 s (config.checkpoint.timeout_s" in errors[0]
-    assert "one more meeting: process 1 of 2 did not arrive within 1 s; look at what it printed last" in errors[1]
+    who = f"process 1 of 2 ({socket.gethostname()}) did not arrive"
+    assert f"the end of checkpoint 2: {who} within 3 s (config.checkpoint.timeout_s" in errors[0]
+    assert f"one more meeting: {who} within 1 s; look at what it printed last" in errors[1]
     log = []
     with _open(tmp_path, log) as checkpoints:
         state, step, _ = checkpoints.restore(_wanted())

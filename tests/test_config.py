@@ -347,6 +347,10 @@ def test_the_workdir_follows_the_file_and_the_variant():
     assert resolved().workdir == "runs/tiny_hybrid"
     assert config_file.load(f"{TINY}:smoke").workdir == "runs/tiny_hybrid-smoke"
     assert resolved(("workdir", "/x")).workdir == "/x"
+    shared = [("workspace", "/shared/runs"), ("group", "hybrids"), ("user", "ada")]
+    assert resolved(*shared).workdir == "/shared/runs/hybrids/ada/tiny_hybrid"
+    assert resolved(*shared[::2]).workdir == "/shared/runs/ada/tiny_hybrid"
+    assert resolved(*shared, ("workdir", "/x")).workdir == "/x"
 
 
 def test_loading_a_config_leaves_no_bytecode(tmp_path):

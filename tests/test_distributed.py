@@ -1,53 +1,80 @@
-"""Settings of several processes: which combinations are taken, and what a wrong one says."""
+"""Several processes as one run: how they meet, and what is said of those that do not come."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from hybrid_jax import distributed
+from hybrid_jax import distributed, signals
+from hybrid_jax.cluster import Member
 from hybrid_jax.errors import UserError
-
-ALL = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
-
-
-def test_nothing_asked_for_is_one_process():
-    assert distributed.settings(environment={}) is None
-    assert distributed.settings(environment=dict.fromkeys(ALL, " ")) is None
+from tests.test_supervisor import ends
 
 
-def test_environment_and_arguments():
-    assert distributed.settings(environment=ALL) == ("127.0.0.1:1234", 4, 3)
-    assert distributed.settings("host:9", 2, 0, environment=ALL) == ("host:9", 2, 0)
-    assert distributed.settings(process_id=0, environment=ALL) == ("127.0.0.1:1234", 4, 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "said"),
-    [
-        (
-            ("host:9", 0, -1),
-            {},
-            r"--coordinator_address given without --num_processes .*JAX_NUM_PROCESSES.* and --process_id",
-        ),
-        (("", 2, 0), {}, r"--num_processes, --process_id given without --coordinator_address"),
-        (("", 0, -1), {"JAX_PROCESS_ID": "0"}, r"JAX_PROCESS_ID given without"),
-        (("", 0, -1), {**ALL, "JAX_NUM_PROCESSES": "two"}, r"JAX_NUM_PROCESSES: 'two' is not a whole number"),
-        (("", 0, -1), {**ALL, "JAX_PROCESS_ID": "4"}, r"JAX_PROCESS_ID: must be from 0 to 3"),
-        (("host:9", -2, 0), {}, r"--num_processes: must be at least 1"),
-        (("host", 2, 0), {}, r"--coordinator_address: 'host' is not HOST:PORT"),
-        (("host:99999", 2, 0), {}, r"is not HOST:PORT"),
-    ],
-)
-def test_wrong_combinations_are_one_line(arguments, environment, said):
-    with pytest.raises(UserError, match=said) as caught:
-        distributed.settings(*arguments, environment=environment)
-    assert "\n" not in str(caught.value)
-
-
-def test_one_process_does_not_start_a_service(monkeypatch):
-    for name in ALL:
-        monkeypatch.delenv(name, raising=False)
-    assert distributed.initialize() is False
-    assert distributed.initialize("127.0.0.1:1", 1, 0) is False
+def test_one_process_does_not_start_a_service():
+    assert distributed.initialize(None) is False
     assert distributed.is_main()
+    assert distributed.table() == ""
+    distributed.leave(3)  # returns: there is nobody who would wait
+    distributed.check_expected(0)
+    distributed.check_expected(1)
+    with pytest.raises(UserError, match=r"^--expected_devices: 8 expected, but there are 1: process 0: 1 x cpu$"):
+        distributed.check_expected(8)
+
+
+class _Device:
+    def __init__(self, process, kind="AMD Instinct MI300X"):
+        self.process_index, self.device_kind = process, kind
+
+
+@pytest.fixture
+def cluster_of(monkeypatch):
+    """Makes this process believe that it is one of many: [(host, GPUs that jax sees there), ...]."""
+    import jax
+
+    def made(processes):
+        monkeypatch.setattr(
+            distributed, "members", [Member(host, "", 1, "rocm", "", "", gpus) for host, gpus in processes]
+        )
+        devices = [_Device(i) for i, (_, gpus) in enumerate(processes) for _ in range(gpus)]
+        monkeypatch.setattr(jax, "devices", lambda: devices)
+        monkeypatch.setattr(jax, "device_count", lambda: len(devices))
+        monkeypatch.setattr(jax, "process_count", lambda: len(processes))
+
+    return made
+
+
+def test_the_table_of_hosts(cluster_of):
+    cluster_of([("node1", 8), ("node2", 8)])
+    assert distributed.table().splitlines() == [
+        "host   processes  devices a process  devices                 kind",
+        "-----------------------------------------------------------------",
+        "node1          0                  8        8  AMD Instinct MI300X",
+        "node2          1                  8        8  AMD Instinct MI300X",
+    ]
+    cluster_of([(f"n{i // 8:03}", 1) for i in range(64 * 8 - 1)])
+    assert [line.split() for line in distributed.table().splitlines()[2:]] == [
+        ["n000", "to", "n062", "(63", "hosts)", "0-503", "1", "504", "AMD", "Instinct", "MI300X"],
+        ["n063", "504-510", "1", "7", "AMD", "Instinct", "MI300X"],
+    ]
+
+
+def test_devices_that_are_missing_are_told_by_process(cluster_of):
+    cluster_of([("node1", 8), ("node2", 1)])
+    with pytest.raises(UserError) as caught:
+        distributed.check_expected(16)
+    assert str(caught.value) == (
+        "--expected_devices: 16 expected, but there are 9: process 0 (node1): 8 x AMD Instinct MI300X; "
+        "process 1 (node2): 1 x AMD Instinct MI300X"
+    )
+    cluster_of([("node1", 8), ("node2", 8)])
+    distributed.check_expected(16)
 
 
 class _Client:
@@ -86,12 +113,13 @@ def test_what_processes_say_is_known_to_all():
     assert distributed.everywhere(True) and not distributed.everywhere(False)
 
 
-@pytest.mark.parametrize(("others", "missing"), [({1: "", 3: ""}, "process 2 of 4"), ({2: "a"}, "processes 1, 3 of 4")])
+@pytest.mark.parametrize(("others", "missing"), [({1: "", 3: ""}, "process 2 of 4"), ({2: "a"}, "processes 1,3 of 4")])
 def test_processes_that_do_not_come_are_named(others, missing):
     with pytest.raises(distributed.MissingProcesses) as caught:
         _agree(_Client(others))
     said = f"checkpoint 7: {missing} did not arrive within 2.5 s (config.checkpoint.timeout_seconds); look at what"
-    assert str(caught.value).startswith(said) and caught.value.abandon
+    assert str(caught.value).startswith(said)
+    assert caught.value.exit_code == signals.PEER_LOST_EXIT_CODE
 
 
 def test_a_service_that_fails_is_one_line():
@@ -102,3 +130,97 @@ def test_a_service_that_fails_is_one_line():
 
     with pytest.raises(UserError, match=r"the 4 processes did not meet: UNAVAILABLE: gone$"):
         _agree(Broken({1: "", 2: "", 3: ""}))
+
+
+# ---- two processes, as `python launch.py` starts them ----
+
+ROOT = Path(__file__).parents[1]
+
+
+class Pair:
+    """Two processes of one run on this machine, each a program of its own."""
+
+    def __init__(self, folder, environment, *more):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.folder = folder
+        arguments = [
+            "--config=tests/chaos/config.py", "--platform=cpu", "--config.data.source=synthetic", "--num_processes=2",
+            f"--coordinator_address=127.0.0.1:{port}", f"--config.workdir={folder}/run", "--heartbeat_seconds=5",
+            "--config.train.steps=100000", "--config.eval.batches=0", "--config.eval.every_steps=0",
+            "--config.checkpoint.every_steps=1000", *more,
+        ]  # fmt: skip
+        names = ("JAX_", "SLURM_", "OMPI_", "PMI_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+        environment = {**kept, **environment, "http_proxy": "http://127.0.0.1:9"}  # where nothing listens
+        self.out = [folder / f"out.{index}" for index in range(2)]
+        self.processes = []
+        for index in range(2):
+            with self.out[index].open("w") as out:
+                command = [sys.executable, "launch.py", *arguments, f"--process_id={index}"]
+                self.processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *unused):
+        for process in self.processes:
+            process.kill()  # its trainer ends with it
+            process.wait()
+
+    def said(self, index):
+        return self.out[index].read_text()
+
+    def trainer(self, index):
+        pid = self.processes[index].pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+    def wait_for_steps(self, count):
+        path = self.folder / "run" / "metrics.jsonl"
+        end = time.monotonic() + 120
+        while not (path.exists() and path.read_text().count("\n") >= count):
+            assert time.monotonic() < end and None in [p.poll() for p in self.processes], self.said(0) + self.said(1)
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_that_dies_ends_the_other_with_a_line_that_names_it(victim, tmp_path, compile_once):
+    with Pair(tmp_path, compile_once) as pair:
+        pair.wait_for_steps(3)
+        other, host = 1 - victim, socket.gethostname()
+        trainers = [pair.trainer(index) for index in range(2)]
+        pair.processes[victim].kill()
+        began = time.monotonic()
+        assert pair.processes[other].wait(60) == signals.PEER_LOST_EXIT_CODE, pair.said(other)
+        assert time.monotonic() - began < 40  # 5 s of silence, and what a busy machine adds
+        said = pair.said(other).splitlines()
+        assert said[-1].startswith(
+            f"error: process {victim} of 2 ({host}) is gone, so process {other} of 2 ended too; "
+        )
+        assert not [line for line in said if "Traceback" in line or "coordination" in line]
+        assert "stack trace" in (tmp_path / "run" / "logs" / f"rank-{other}" / "error.log").read_text()
+        assert all(map(ends, trainers))
+
+
+def test_an_error_in_one_process_is_not_waited_out_by_it(tmp_path, compile_once):
+    with Pair(tmp_path, compile_once, "--expected_devices=3") as pair:
+        assert [process.wait(60) for process in pair.processes] == [2, 2], pair.said(0) + pair.said(1)
+        host = socket.gethostname()
+        line = f"error: --expected_devices: 3 expected, but there are 2: processes 0-1 ({host}): 1 x cpu\n"
+        assert pair.said(0) == line == pair.said(1)
+
+
+def test_a_signal_to_one_parent_stops_both(tmp_path, compile_once):
+    with Pair(tmp_path, compile_once, f"--requeue_file={tmp_path}/again") as pair:
+        pair.wait_for_steps(3)
+        pair.processes[1].send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in pair.processes] == [75, 75], pair.said(0) + pair.said(1)
+        assert "is whole; run the same command to go on from there" in pair.said(0)
+        assert "SIGTERM: stopping after this step" in pair.said(1) and "step 1" not in pair.said(1)
+        assert (tmp_path / "again").exists()
+        logs = tmp_path / "run" / "logs"
+        assert re.search(
+            r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO    step +1/", (logs / "rank-1/info.log").read_text(), re.M
+        )
+        assert not (logs / "rank-0" / "error.log").exists()

@@ -48,10 +48,45 @@ def test_settings_by_architecture():
     assert "RCCL_WARP_SPEED_AUTO" not in platform.environment("cuda", {}, "gfx950")
 
 
+def test_settings_of_several_processes():
+    alone, several = (platform.environment("rocm", {}, several=given) for given in (False, True))
+    assert "NCCL_IB_GID_INDEX" not in alone and several["NCCL_IB_GID_INDEX"] == "3"
+    added = set(several["XLA_FLAGS"].split()) - set(alone["XLA_FLAGS"].split())
+    assert sorted(added) == [
+        "--xla_gpu_first_collective_call_terminate_timeout_seconds=1800",
+        "--xla_gpu_first_collective_call_warn_stuck_timeout_seconds=120",
+    ]
+    assert "NCCL_IB_GID_INDEX" not in platform.environment("rocm", {"NCCL_IB_GID_INDEX": "1"}, several=True)
+    assert platform.environment("cpu", {}) == platform.environment("cpu", {}, several=True)
+
+
+def test_gpus_that_a_process_sees(tmp_path):
+    topology, dri, nvidia = tmp_path / "nodes", tmp_path / "dri", tmp_path / "nvidia"
+    for node in range(9):
+        (topology / str(node)).mkdir(parents=True)
+        text = f"gfx_target_version {90402 if node else 0}\ndrm_render_minor {127 + node}\n"
+        (topology / str(node) / "properties").write_text(text)
+
+    def seen(name, **environment):
+        return platform.visible_gpus(name, environment, topology, dri, nvidia)
+
+    assert seen("rocm") == ("", 8) and seen("cpu", ROCR_VISIBLE_DEVICES="0") == ("", 0)
+    assert seen("rocm", ROCR_VISIBLE_DEVICES="0,1,2,3") == ("ROCR_VISIBLE_DEVICES=0,1,2,3", 4)
+    assert seen("rocm", ROCR_VISIBLE_DEVICES="4,5", HIP_VISIBLE_DEVICES="1")[1] == 1
+    assert seen("rocm", HIP_VISIBLE_DEVICES="")[1] == 0 and seen("rocm", HIP_VISIBLE_DEVICES="-1")[1] == 0
+    dri.mkdir()
+    (dri / "renderD130").touch()  # a container that was given one
+    assert seen("rocm")[1] == 1
+    assert seen("cuda") == ("", 0) and seen("cuda", CUDA_VISIBLE_DEVICES="GPU-1,GPU-2")[1] == 2
+    for name in "ab":
+        (nvidia / name).mkdir(parents=True)
+    assert seen("cuda")[1] == 2 and seen("cuda", CUDA_VISIBLE_DEVICES="1")[1] == 1
+
+
 @pytest.mark.parametrize("name", ["rocm", "cuda", "cpu"])
 def test_xla_accepts_the_flags(name):
     """An unknown flag aborts the process, on any platform."""
-    env = {**os.environ, **platform.environment(name, {}), "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, **platform.environment(name, {}, several=True), "JAX_PLATFORMS": "cpu"}
     code = "import jax; print(int(jax.jit(lambda x: x + 1)(41)))"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout == "42\n", done.stderr
@@ -118,6 +153,8 @@ def test_the_amd_architecture_is_read_from_the_driver(tmp_path):
     assert platform.amd_architecture(tmp_path) == "gfx90a"
     (tmp_path / "1" / "properties").write_text("gfx_target_version 90500\n")
     assert platform.amd_architecture(tmp_path) == "gfx950"
+    (tmp_path / "1" / "properties").write_text("gfx_target_version 110000\n")
+    assert platform.amd_architecture(tmp_path) == "gfx1100"
     assert platform.amd_architecture(tmp_path / "none") == ""
 
 

@@ -44,6 +44,22 @@ def test_first_signal_asks_and_second_ctrl_c_aborts(sent, code):
     assert "stopping after this step" in said
 
 
+def test_a_ctrl_c_that_comes_twice_at_once_is_one():
+    """As where a scheduler signals a process and the parent that passes it on."""
+    code = _HOLD.replace("with signals", "signals.StopRequest.together_seconds = 0.5\nwith signals")
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "wait"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "stopping\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.7)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130 and "aborted" in process.stderr.read()
+
+
 @pytest.mark.parametrize("number", signals.SIGNALS)
 def test_a_signal_is_noted_and_the_old_handlers_come_back(number, capfd):
     before = [signal.getsignal(n) for n in signals.SIGNALS]

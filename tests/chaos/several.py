@@ -1,6 +1,5 @@
 """Two processes of one run (jax.distributed on loopback), of which one is killed or stopped."""
 
-import functools
 import random
 import signal
 import socket
@@ -12,7 +11,7 @@ from tests.chaos.outcome import Trial, last_step
 from tests.chaos.process import Process
 from tests.chaos.training import LIMIT, workdir
 
-HEARTBEAT_SECONDS = 10  # of jax.distributed; 100 by default
+HEARTBEAT_SECONDS = 10
 
 
 def run_reference(folder: Path, one: training.Reference) -> training.Reference:
@@ -68,14 +67,6 @@ def _start(store: Path, trial: Trial, last: bool = False) -> list[Process]:
 
     after = outcome.digest_checkpoints(workdir(trial)) if last else None
     return [
-        training.start(store, trial, before=_short_heartbeat, after=after, environment=named(index))
+        training.start(store, trial, f"--heartbeat_seconds={HEARTBEAT_SECONDS}", after=after, environment=named(index))
         for index in range(2)
     ]
-
-
-def _short_heartbeat() -> None:
-    import jax
-
-    jax.distributed.initialize = functools.partial(
-        jax.distributed.initialize, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
-    )

@@ -203,16 +203,17 @@ class Model:
     def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:
         table = self._gathered(params, "embed")
         axis = dispatch.tensor_axis(table.shape[0])
-        if axis is None:
-            return dispatch.constrain(table[tokens].astype(self.compute_dtype), "B")
 
-        def rows(table, tokens):  # of the ids that lie here
+        def rows(table, tokens):
+            if axis is None:
+                return (table[tokens].astype(self.compute_dtype),)
             at = tokens - jax.lax.axis_index(axis) * table.shape[0]
-            here = (at >= 0) & (at < table.shape[0])
+            here = (at >= 0) & (at < table.shape[0])  # of the ids that lie here
             x = jnp.where(here[..., None], table[jnp.where(here, at, 0)], 0)
             return (jax.lax.psum(x.astype(self.compute_dtype), axis),)
 
-        return dispatch.over_devices(rows, ("H", "B"), ("B",))(table, tokens)[0]
+        # Left to itself, the compiler makes the gradient of all rows whole on each device where it cuts the table's.
+        return dispatch.over_devices(rows, ("H" if axis else ".", "B"), ("B",))(table, tokens)[0]
 
     def _head(self, params: Params) -> jax.Array:
         return self._gathered(params, "embed" if self.cfg.tie_word_embeddings else "lm_head")

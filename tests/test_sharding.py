@@ -158,7 +158,6 @@ def test_collectives_are_those_that_a_mesh_asks_for(quick):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="one array [2,T,D] is made whole on the way from rows to columns", strict=True)
 def test_no_array_is_made_whole_without_need(every):
     assert not every["warned"]
 

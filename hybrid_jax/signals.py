@@ -224,5 +224,6 @@ class Forward(_Handlers):
 
 
 def _say(line: str) -> None:
-    """Writes past Python's buffers and locks; on a terminal, below the ^C that stands there."""
-    os.write(2, f"{chr(10) if os.isatty(2) else ''}{line}\n".encode())
+    """Writes past Python's buffers and locks; on a terminal, below the ^C that stands there. Where a supervisor passes
+    it on, the terminal is at the other output."""
+    os.write(2, f"{chr(10) if os.isatty(2) or os.isatty(1) else ''}{line}\n".encode())

@@ -125,7 +125,9 @@ class RuntimeText:
 
 def _continues(line: str) -> bool:
     """Whether a line without a head belongs to a message of the service before it."""
-    return bool(re.match(r"\d+$|/job:|The tasks have crashed|RPC: |Additional GRPC|:|\s", line)) or not line
+    return (
+        bool(re.match(r"\d+$|/job:|The tasks have crashed|RPC: |Additional GRPC|===|external/|:|\s", line)) or not line
+    )
 
 
 # ---- in the parent -----------------------------------------------------------------------------------------------

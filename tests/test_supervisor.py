@@ -111,7 +111,7 @@ def test_without_a_parent_there_is_nothing_to_attach_to(monkeypatch):
     supervisor.tell(["host"])  # to nobody
 
 
-# ---- the runtime's abort (jaxlib 0.10.2), stack traces cut short ----
+# ---- the runtime's abort (jaxlib 0.10.2 and 0.11.2), stack traces cut short ----
 
 _STACK = """\
 *** Check failure stack trace: ***
@@ -138,6 +138,11 @@ W1130 12:01:20.485312   18110 preemption_sync_manager.cc:120] Failed to retrieve
 Additional GRPC error information from remote target coordination_service while calling GetKeyValue:
 :UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"Socket closed"}. This is only expected if one of
 """
+_TRACE = """\
+=== Source Location Trace: ===
+external/xla+/xla/pjrt/distributed/coordination/coordination_service.cc:232
+
+"""
 _NO_ANSWER = """\
 UNAVAILABLE: Failed to send RPC to coordination service. Either the leader task was preempted/died/restarted \
 unexpectedly or this task is experiencing network issues.
@@ -150,7 +155,7 @@ Additional GRPC error information from remote target coordination_service while 
 def _died(*tasks):
     silent = _SILENT.format("\n".join(tasks))
     rpc = "\n\nRPC: /xla.coordination.CoordinationService/PollForError [type.googleapis.com/x='']\n"
-    return f"{_PROPAGATED}{silent} [type.googleapis.com/x='']\n{_POLLED}{_FATAL}{silent}{rpc}{_STACK}"
+    return f"{_PROPAGATED}{silent} [type.googleapis.com/x='']\n{_TRACE}{_POLLED}{_FATAL}{silent}{rpc}{_TRACE}{_STACK}"
 
 
 def _late(call):

@@ -58,8 +58,9 @@ class Checkpoints:
     progress.
 
     keep, every, keep_every: which stay, see `kept`.
-    max_failures: writes in a row that may fail before that is an error; each is told to `log` and kept for `failures`.
+    max_failures: writes in a row that may fail before that is an error; each is told to `warn` and kept for `failures`.
     timeout_seconds: the longest that a write, or another process of the run, is waited for.
+    warn: takes the lines of what went wrong, in place of `log`.
     """
 
     def __init__(
@@ -73,9 +74,10 @@ class Checkpoints:
         keep_every: int = 0,
         max_failures: int = 1,
         timeout_seconds: int = 600,
+        warn: Callable[[str], None] | None = None,
     ):
         self.folder = Path(folder).absolute()
-        self.meta, self.log = meta, log
+        self.meta, self.log, self.warn = meta, log, warn or log
         self._policy = _Kept(max(keep, 1), every, keep_every)
         self.max_failures, self.timeout_seconds = max_failures, timeout_seconds
         try:
@@ -200,7 +202,7 @@ class Checkpoints:
         try:
             if not self.folder.is_dir():
                 self.folder.mkdir(exist_ok=True)  # but not its parents: a file system may be gone
-                self.log(f"{self.folder} was gone, with what was in it, and is made anew")
+                self.warn(f"{self.folder} was gone, with what was in it, and is made anew")
             probe.touch()
             probe.unlink()
         except OSError as error:
@@ -278,7 +280,7 @@ class Checkpoints:
         self._failed += 1
         self._lost = (step, reason)
         self._told.append(self._lost)
-        self.log(
+        self.warn(
             f"checkpoint {step} could not be written: {reason}; {self._kept()} (failure {self._failed} in a row; "
             f"config.checkpoint.max_failures is {self.max_failures})"
         )
@@ -318,7 +320,7 @@ class Checkpoints:
         except UserError:
             return  # said already
         except Exception as error:
-            self.log(f"{self.folder}: {pending.reason(error)}")
+            self.warn(f"{self.folder}: {pending.reason(error)}")
 
     def delete_after(self, step: int) -> None:
         """Deletes the checkpoints that are newer than `step`, newest first."""
@@ -345,7 +347,7 @@ class Checkpoints:
             found = self._try_restore(step, wanted)
             if isinstance(found, str):
                 passed[step] = found
-                self.log(f"checkpoint {step} cannot be read and is passed over ({found})")
+                self.warn(f"checkpoint {step} cannot be read and is passed over ({found})")
                 continue
             self.log(f"restored checkpoint {step} in {time.perf_counter() - began:.1f} s")
             self._set_aside(list(passed))
@@ -381,7 +383,7 @@ class Checkpoints:
                     path.rename(aside)
                     self.log(f"checkpoint {step} is set aside as {aside.name}, until the run has come past it")
                 except OSError as error:
-                    self.log(f"checkpoint {step} cannot be set aside: {error.strerror or error}")
+                    self.warn(f"checkpoint {step} cannot be set aside: {error.strerror or error}")
         self._agree("", "setting damaged checkpoints aside")
         self._open()
 

@@ -131,6 +131,7 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
             workdir / "checkpoints", keeping.keep, meta, console.phase,
             every=keeping.every_steps, keep_every=keeping.keep_every,
             max_failures=keeping.max_failures, timeout_seconds=keeping.timeout_seconds,
+            warn=lambda line: console.phase(line, "WARNING"),
         )  # fmt: skip
         history = rollback.read(checkpoints)
     training = Training(cfg, workdir, console, programs, checkpoints, history, valid_data, prompt)
@@ -204,7 +205,7 @@ class Training:
             self._origin = saved.get("init_from", {})
             changes = provenance.changes(saved, self.checkpoints.meta)
             for line in changes:
-                self.console.text(f"note: {line}")
+                self.console.text(f"note: {line}", "WARNING")
         else:
             self.state, self.done = self._initial(), 0
         self._saved_line = (saved or {}).get("line", {})
@@ -334,7 +335,7 @@ class Training:
             self.console.progress(step, self.cfg.train.steps, values, left)
         if self.bad_steps:
             what = f"{self.programs.describe_numbers(got)} not finite"
-            self.console.text(f"step {step}: {what}; update skipped ({self.bad_steps} in a row)")
+            self.console.text(f"step {step}: {what}; update skipped ({self.bad_steps} in a row)", "WARNING")
             if verdict:
                 verdict.reason += f", the last of them step {step}: {what}"
                 verdict.about = self.programs.describe_parameters(self.state["params"])
@@ -371,7 +372,8 @@ class Training:
         self._event(done.at, **done.event)
         self.console.text(
             f"step {done.at}: {done.reason}: back to {f'checkpoint {to}' if to else 'the initial state'}; batches "
-            f"{done.first_batch} to {done.next_batch - 1} of the data are skipped (roll-back {count + 1} of {most})"
+            f"{done.first_batch} to {done.next_batch - 1} of the data are skipped (roll-back {count + 1} of {most})",
+            "WARNING",
         )
         self.restore()
 
@@ -402,7 +404,7 @@ class Training:
             return
         began = time.perf_counter()
         if why := self._why_not_saved():
-            self.console.text(f"step {self.done}: not saved, as {why}")
+            self.console.text(f"step {self.done}: not saved, as {why}", "WARNING")
             self._event(self.done, event="not_saved", reason=why)
             return
         finite, _ = self.programs.inspect(self.state["params"])

@@ -430,6 +430,9 @@ def test_checkpoints_that_cannot_be_written_do_not_end_the_run_until_they_are_to
     # What Orbax prints of them is kept; after the run a thread that is late has nowhere to say it.
     assert "Traceback" in (tmp_path / "train.log").read_text() and "Traceback" not in out
     assert not logging.getLogger("hybrid_jax").isEnabledFor(logging.DEBUG)
+    logs = {level: (tmp_path / "logs" / "rank-0" / f"{level}.log").read_text() for level in ("warning", "error")}
+    assert logs["warning"].count("could not be written: No space left") == 5 and "Traceback" not in logs["warning"]
+    assert logs["error"].count("\n") == 1 and " ERROR   error: " in logs["error"]
 
     failing.clear()
     train.run(tiny_config(tmp_path, **keys))  # the same command goes on

@@ -86,7 +86,7 @@ class RuntimeText:
     whether that is what ended the trainer."""
 
     def __init__(self) -> None:
-        self.held: collections.deque[str] = collections.deque(maxlen=1000)
+        self.held: collections.deque[str] = collections.deque(maxlen=20_000)  # a line a process
         self._fatal = self._holding = False
 
     def passes(self, line: str) -> bool:
@@ -214,8 +214,8 @@ def _verdict(code: int, text: RuntimeText, told: _Told, group: Group, logs: Rank
     elif text.aborted and text.not_met:
         others = "the others" if group.index == 0 else f"process 0 at {group.address} and the others"
         _tell(
-            f"{here} waited for {others} in vain (--join_seconds); see that all {group.count} are started, with the "
-            f"same settings, and reach {group.address}",
+            f"{here} waited for {others} in vain (--join_seconds); see that all {group.count} are started, each with "
+            f"a number of its own, and reach {group.address}",
             logs,
         )
     elif code:

@@ -147,7 +147,7 @@ class Pair:
         self.folder = folder
         arguments = [
             "--config=tests/chaos/config.py", "--platform=cpu", "--config.data.source=synthetic", "--num_processes=2",
-            f"--coordinator_address=127.0.0.1:{port}", f"--config.workdir={folder}/run", "--heartbeat_seconds=5",
+            f"--coordinator_address=127.0.0.1:{port}", f"--config.workdir={folder}/run", "--heartbeat_seconds=10",
             "--config.train.steps=100000", "--config.eval.batches=0", "--config.eval.every_steps=0",
             "--config.checkpoint.every_steps=1000", *more,
         ]  # fmt: skip
@@ -178,7 +178,7 @@ class Pair:
 
     def wait_for_steps(self, count):
         path = self.folder / "run" / "metrics.jsonl"
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         while not (path.exists() and path.read_text().count("\n") >= count):
             assert time.monotonic() < end and None in [p.poll() for p in self.processes], self.said(0) + self.said(1)
             time.sleep(0.05)
@@ -193,7 +193,7 @@ def test_one_that_dies_ends_the_other_with_a_line_that_names_it(victim, tmp_path
         pair.processes[victim].kill()
         began = time.monotonic()
         assert pair.processes[other].wait(60) == signals.PEER_LOST_EXIT_CODE, pair.said(other)
-        assert time.monotonic() - began < 40  # 5 s of silence, and what a busy machine adds
+        assert time.monotonic() - began < 40  # 10 s of silence, and what a busy machine adds
         said = pair.said(other).splitlines()
         assert said[-1].startswith(
             f"error: process {victim} of 2 ({host}) is gone, so process {other} of 2 ended too; "

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from hybrid_jax.data import locks
 from hybrid_jax.data.documents import Field, Place, Reader, Records, Take
 from hybrid_jax.data.inputs import Span
 from hybrid_jax.data.records import NOTHING_LEARNT
@@ -330,6 +331,9 @@ def _start_worker(job: Job, counts: Any, ended: Any) -> None:
         ended.poll(None)
         os._exit(1)
 
+    held = locks.hold_as_worker(Path(job.folder))
+    if held is None or ended.poll(0):  # else another command may be in the folder already
+        os._exit(1)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
     def report(read: int, made: int) -> None:
@@ -337,7 +341,7 @@ def _start_worker(job: Job, counts: Any, ended: Any) -> None:
             counts[0] += read
             counts[1] += made
 
-    _worker.update(job=job, encode=job.vocabulary.encoder(), report=report)
+    _worker.update(job=job, held=held, encode=job.vocabulary.encoder(), report=report)
 
 
 def _work(number: int, spans: Sequence[Span | Rows]) -> dict[str, Any]:

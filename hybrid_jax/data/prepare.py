@@ -26,9 +26,10 @@ from typing import Any
 
 from hybrid_jax import signals
 from hybrid_jax.command import Parser
-from hybrid_jax.data import train_tokenizer
+from hybrid_jax.data import locks, train_tokenizer
 from hybrid_jax.data.inputs import ACCEPTED, Source, cut, find, sources
 from hybrid_jax.data.join import Joined, NoStore, join
+from hybrid_jax.data.locks import LOCK, WORKERS
 from hybrid_jax.data.manifest import ENDINGS, FORMAT, VERSION, check_sizes, stem, tokenizer_path
 from hybrid_jax.data.parts import Job, make_parts, whole_file, whole_part
 from hybrid_jax.data.plan import Earlier, changed, read_json
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
         options.max_tokens,
         options.validation_fraction > 0,
     )
-    with _locked(folder):
+    with locks.only_command(folder):
         try:
             return _run(options, prefixes, job, plan, inputs, stream)
         except (UserError, KeyboardInterrupt, OSError) as error:
@@ -368,7 +369,7 @@ def _clear(folder: Path, *, keep_lock: bool = False) -> None:
     """Removes what this module put into the folder, plan.json first, and the folder if nothing else is in it."""
     ours = re.compile(
         r"(plan|tokenizer)\.json|joined(\.validation)?\.(bin|idx|json|mask\.bin|tokenizer\.json)|\d{6,}\.(bin|mask|sizes|json)|"
-        r"\..*\.tmp" + r"|lock" * (not keep_lock)
+        r"\..*\.tmp" + rf"|{re.escape(LOCK)}|{re.escape(WORKERS)}" * (not keep_lock)
     )
     names = sorted(os.listdir(folder), key="plan.json".__ne__) if folder.is_dir() else []
     for name in names:
@@ -389,25 +390,6 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         if main_thread:
             signal.signal(signal.SIGINT, old)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Makes the folder. Raises UserError if it cannot be written or another process works in it."""
-    try:
-        folder.mkdir(exist_ok=True)
-        with (folder / "lock").open("a") as handle:
-            try:
-                import fcntl
-
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released also when the process dies
-            except BlockingIOError:
-                raise UserError(f"--output: another process is preparing {folder}; wait for it") from None
-            except (ImportError, OSError):  # no locks here
-                pass
-            yield
-    except OSError as error:
-        raise UserError(f"--output: {error.filename or folder}: {error.strerror or error}") from None
 
 
 if __name__ == "__main__":

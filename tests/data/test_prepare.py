@@ -476,7 +476,7 @@ def test_a_store_that_is_there(tmp_path, capsys):
 
 def test_two_at_once_are_refused(tmp_path, capsys):
     write(tmp_path, {"a.txt": "alpha"})
-    with prepare._locked(tmp_path / "store.parts"):
+    with locks.only_command(tmp_path / "store.parts"):
         message = refused(capsys, "--input", tmp_path, "--output", tmp_path / "store")
     assert message == f"--output: another process is preparing {tmp_path / 'store.parts'}; wait for it"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_jax.data import locks, prepare
 from tests.data.test_prepare import ROOT, bpe_file, large, many, run, start, until_parts, write  # noqa: F401
 
 LIMITED = """
@@ -144,3 +145,19 @@ def test_ctrl_c_before_a_part_is_whole(tmp_path):
     assert (process.returncode, out) == (130, "")
     assert error.strip().splitlines()[-1] == "stopped: no part was whole yet, nothing is kept"
     assert "Traceback" not in error and sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+def test_workers_that_outlive_their_command_are_waited_for(tmp_path, monkeypatch, capsys):
+    """They may still write parts, and would leave what the next command has cleared away."""
+    write(tmp_path, {"in/a.txt": "a text"})
+    command = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "store"), "--workers", "1"]
+    folder = tmp_path / "store.parts"
+    folder.mkdir()
+    assert locks.hold_as_worker(folder) is None  # no command made it
+    (folder / locks.WORKERS).touch()
+    monkeypatch.setattr(locks, "_WAIT_SECONDS", 0.2)
+    with locks.hold_as_worker(folder), locks.hold_as_worker(folder):
+        assert prepare.main(command) == 2
+        assert "workers of a command that has ended still write" in capsys.readouterr().err
+    assert prepare.main(command) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "store.bin", "store.idx", "store.json"]

@@ -255,6 +255,11 @@ class KernelsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TuneConfig:
+    gemm_cache: str = key("", "folder that keeps XLA's choices of GEMM algorithms for later starts (empty = none)")
+
+
+@dataclasses.dataclass(frozen=True)
 class LogConfig:
     every_steps: int = key(1, "steps between lines")
     tensorboard: bool = key(False, "write TensorBoard events")
@@ -278,6 +283,7 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     mesh: MeshConfig = MeshConfig()
     kernels: KernelsConfig = KernelsConfig()
+    tune: TuneConfig = TuneConfig()
     log: LogConfig = LogConfig()
 
 

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 try:
     from absl import flags
 
-    from hybrid_jax import cluster, config_file, platform, supervisor
+    from hybrid_jax import cluster, config_file, gemm_cache, platform, supervisor
     from hybrid_jax.config import Config, fields
     from hybrid_jax.errors import UserError
     from hybrid_jax.rank_logs import RankLogs
@@ -60,6 +60,13 @@ def _define() -> flags.FlagValues:
         ["report", "compile"],
         "print sizes and costs only; =compile compiles the step too",
         flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "virtual_devices",
+        0,
+        "with --dry_run=compile: compile for so many devices, on this machine's CPU",
+        flag_values=values,
+        lower_bound=0,
     )
     flags.DEFINE_enum(
         "platform",
@@ -145,6 +152,11 @@ def run(arguments: list[str], supervise: bool = False) -> int:
         return 0
     if not values.config:
         raise UserError("--config: missing; give a config file, as in --config=configs/tiny_hybrid.py (see --help)")
+    if values.virtual_devices and (values.dry_run != "compile" or values.platform not in (None, "cpu")):
+        raise UserError(
+            "--virtual_devices: they can be compiled for and nothing else; use it with --dry_run=compile and without "
+            "--platform"
+        )
     config = config_file.load(values.config, options.overrides)
     signals.AT_ONCE.requeue_exit_code = config.train.requeue_exit_code
     if values.dry_run == "report":
@@ -153,14 +165,14 @@ def run(arguments: list[str], supervise: bool = False) -> int:
         found = data.dry_run(config)  # first: a mistake is to be one line and nothing else
         _show(f"{report.dry_run(config)}\n\n{found}\n\nActivations come on top; --dry_run=compile tells how much.")
         return 0
-    group = find_group(values)
+    group = None if values.virtual_devices else find_group(values)
     if group and supervise:
         logs = RankLogs(Path(config.workdir).expanduser() / "logs", group.index)
         code = supervisor.run([sys.executable, os.path.abspath(__file__), *arguments], group, logs)
         if values.requeue_file and code == config.train.requeue_exit_code:
             Path(values.requeue_file).touch()
         return code
-    start_devices(values, group)
+    start_devices(values, group, config.tune.gemm_cache)
     from hybrid_jax.kernels import dispatch
 
     dispatch.check(config.kernels.backend)
@@ -191,13 +203,14 @@ def find_group(values: flags.FlagValues) -> cluster.Group | None:
     return cluster.find(values.coordinator_address, values.num_processes, values.process_id, values.local_device_ids)
 
 
-def start_devices(values: flags.FlagValues, group: cluster.Group | None) -> None:
+def start_devices(values: flags.FlagValues, group: cluster.Group | None, gemm_folder: str) -> None:
     """Sets the environment, imports jax, joins the other processes. Raises UserError."""
-    name = platform.prepare(values.platform or "", several=group is not None)
-    if not values.platform:
+    name = platform.prepare(values.platform or "", several=group is not None, virtual_devices=values.virtual_devices)
+    if not values.platform and not values.virtual_devices:
         warning = platform.unused_gpu(name, platform.installed_plugins(), platform.visible_hardware())
         if warning:
             print(f"warning: {warning}", file=sys.stderr)
+    gemm_cache.prepare(gemm_folder, name)
     from hybrid_jax import distributed
 
     distributed.initialize(group, name, values.heartbeat_seconds, values.join_seconds)

@@ -35,6 +35,10 @@ class RopeConfig:
     yarn_original_max_position: int = key(0, "YaRN: length the model was trained at")
     yarn_beta_fast: float = key(32.0, "YaRN: rotations above which a frequency is kept")
     yarn_beta_slow: float = key(1.0, "YaRN: rotations below which a frequency is interpolated")
+    llama3_factor: float = key(1.0, "Llama 3.1's length extension (1 = off)")
+    llama3_original_max_position: int = key(0, "Llama 3.1's: length that rotations are counted in")
+    llama3_high_rotations: float = key(4.0, "Llama 3.1's: rotations above which a frequency is kept")
+    llama3_low_rotations: float = key(1.0, "Llama 3.1's: rotations below which a frequency is divided by the factor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +255,11 @@ class KernelsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TuneConfig:
+    gemm_cache: str = key("", "folder that keeps XLA's choices of GEMM algorithms for later starts (empty = none)")
+
+
+@dataclasses.dataclass(frozen=True)
 class LogConfig:
     every_steps: int = key(1, "steps between lines")
     tensorboard: bool = key(False, "write TensorBoard events")
@@ -274,6 +283,7 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     mesh: MeshConfig = MeshConfig()
     kernels: KernelsConfig = KernelsConfig()
+    tune: TuneConfig = TuneConfig()
     log: LogConfig = LogConfig()
 
 

@@ -76,14 +76,20 @@ def _check_rope(where: str, rope: RopeConfig, head_dim: int, head_key: str) -> N
             f"{head_key}: rotary positions turn pairs, but {head_dim} * rotary_fraction "
             f"{rope.rotary_fraction} = {rotated:g} dims; make it even, or set rope.style to none"
         )
-    if rope.yarn_factor < 1.0:
-        raise UserError(f"{where}.yarn_factor: {rope.yarn_factor} would shorten the context; use 1.0 (off) or more")
-    if rope.yarn_factor > 1.0:
-        _positive(where, rope, "yarn_original_max_position", "yarn_beta_fast", "yarn_beta_slow")
-        if rope.yarn_beta_fast <= rope.yarn_beta_slow:
-            raise UserError(
-                f"{where}.yarn_beta_fast: {rope.yarn_beta_fast} must exceed yarn_beta_slow {rope.yarn_beta_slow}"
-            )
+    for kind, fast, slow in (("yarn", "beta_fast", "beta_slow"), ("llama3", "high_rotations", "low_rotations")):
+        factor = getattr(rope, f"{kind}_factor")
+        if factor < 1.0:
+            raise UserError(f"{where}.{kind}_factor: {factor} would shorten the context; use 1.0 (off) or more")
+        if factor > 1.0:
+            _positive(where, rope, *(f"{kind}_{name}" for name in ("original_max_position", fast, slow)))
+            high, low = getattr(rope, f"{kind}_{fast}"), getattr(rope, f"{kind}_{slow}")
+            if high <= low:
+                raise UserError(f"{where}.{kind}_{fast}: {high} must exceed {kind}_{slow} {low}")
+    if rope.yarn_factor > 1.0 and rope.llama3_factor > 1.0:
+        raise UserError(
+            f"{where}.llama3_factor: {rope.llama3_factor} beside yarn_factor {rope.yarn_factor}; a model has one "
+            "length extension, so set either to 1.0"
+        )
 
 
 def _rotates(model: ModelConfig) -> bool:

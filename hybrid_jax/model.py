@@ -53,7 +53,8 @@ class Sublayer(nnx.Module):
             self.mixer = kind(sizes, cfg.hidden_size, eps, std=std, out_std=out_std, rngs=rngs)
 
     def __call__(self, x: jax.Array, ctx: Context, state=None):
-        h = self.norm(x) if hasattr(self, "norm") else x
+        # Said here too: a weight that lies by rows would otherwise have activations cut by columns.
+        h = dispatch.constrain(self.norm(x), "B") if hasattr(self, "norm") else x
         if hasattr(self, "mlp"):
             y = self.mlp(h)
         else:
@@ -191,7 +192,8 @@ class Model:
             state = None if states is None else states[name]
             if name == "layers":
                 body = lambda x, xs: through(symbols, xs[0], x, xs[1], True)  # noqa: B023,E731
-                x, new_states[name] = jax.lax.scan(body, x, (params[name], state))
+                with jax.named_scope("layers"):
+                    x, new_states[name] = jax.lax.scan(body, x, (params[name], state))
             else:
                 x, new_states[name] = through(symbols, params[name], x, state, False)
         return x, new_states
@@ -203,17 +205,16 @@ class Model:
     def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:
         table = self._gathered(params, "embed")
         axis = dispatch.tensor_axis(table.shape[0])
+        if axis is None:
+            return dispatch.constrain(dispatch.looked_up(table[tokens].astype(self.compute_dtype)), "B")
 
-        def rows(table, tokens):
-            if axis is None:
-                return (table[tokens].astype(self.compute_dtype),)
+        def rows(table, tokens):  # of the ids that lie here
             at = tokens - jax.lax.axis_index(axis) * table.shape[0]
-            here = (at >= 0) & (at < table.shape[0])  # of the ids that lie here
+            here = (at >= 0) & (at < table.shape[0])
             x = jnp.where(here[..., None], table[jnp.where(here, at, 0)], 0)
             return (jax.lax.psum(x.astype(self.compute_dtype), axis),)
 
-        # Left to itself, the compiler makes the gradient of all rows whole on each device where it cuts the table's.
-        return dispatch.over_devices(rows, ("H" if axis else ".", "B"), ("B",))(table, tokens)[0]
+        return dispatch.over_devices(rows, ("H", "B"), ("B",))(table, tokens)[0]
 
     def _head(self, params: Params) -> jax.Array:
         return self._gathered(params, "embed" if self.cfg.tie_word_embeddings else "lm_head")
@@ -248,9 +249,10 @@ class Model:
         x = self.hidden(params, batch["tokens"], batch["segment_ids"], batch["positions"])
         targets = batch["targets"]
         count = jnp.sum(targets >= 0).astype(jnp.float32)
-        nll, z = linear_cross_entropy(
-            x, self._head(params), targets, z_loss=self.cfg.z_loss, chunk=self.cfg.loss_chunk_tokens
-        )
+        with jax.named_scope("loss"):
+            nll, z = linear_cross_entropy(
+                x, self._head(params), targets, z_loss=self.cfg.z_loss, chunk=self.cfg.loss_chunk_tokens
+            )
         total = count if total_count is None else total_count
         return nll / jnp.maximum(total, 1.0), {"loss_sum": nll, "z_loss_sum": z, "count": count}
 

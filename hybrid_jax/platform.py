@@ -7,6 +7,7 @@ variable that exists is left alone, and of XLA_FLAGS only flags that are not the
 
 import dataclasses
 import importlib.util
+import mmap
 import os
 import pkgutil
 import re
@@ -24,6 +25,8 @@ _VISIBLE = {
     "rocm": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     "cuda": ("CUDA_VISIBLE_DEVICES",),
 }
+_ROCM_VERSION = Path("/opt/rocm/.info/version")
+_FLAG_OF_ANY_XLA = b"xla_force_host_platform_device_count"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,24 @@ class Setting:
     several: bool = False  # only where several processes make the run
 
 
+_COMBINED = f"{256 * 2**20}"  # bytes
+
+
+def _overlap(platform: str) -> tuple[Setting, ...]:
+    """Collectives behind compute. Asynchronous they are by default; what is left is when they may start and how large
+    they are. XLA joins up to 30 MB by default, which for layers of some billion parameters is one matrix at a time."""
+    weights, gradients = "a sublayer's weights arrive in one gather", "a sublayer's gradients leave in one sum"
+    return (
+        Setting("--xla_gpu_enable_latency_hiding_scheduler", "true", platform, "overlaps collectives with compute"),
+        Setting(
+            "--xla_gpu_enable_pipelined_all_gather", "true", platform, "fetches the next layer's weights meanwhile"
+        ),
+        Setting("--xla_gpu_all_gather_combine_threshold_bytes", _COMBINED, platform, weights),
+        Setting("--xla_gpu_reduce_scatter_combine_threshold_bytes", _COMBINED, platform, gradients),
+        Setting("--xla_gpu_all_reduce_combine_threshold_bytes", _COMBINED, platform, f"{gradients}, of copies"),
+    )
+
+
 SETTINGS = (
     Setting(
         "--xla_cpu_experimental_ynn_fusion_type",
@@ -47,7 +68,7 @@ SETTINGS = (
         "and leave bf16 weight gradients to plain loops (0.11.2: 11 times slower)",
     ),
     Setting("--xla_gpu_enable_command_buffer", "", "rocm", "HIP graphs segfault (openxla/xla#46952)"),
-    Setting("--xla_gpu_enable_latency_hiding_scheduler", "true", "rocm", "overlaps collectives with compute"),
+    *_overlap("rocm"),
     Setting("--xla_gpu_enable_triton_gemm", "false", "rocm", "matmuls by hipBLASLt, as AMD's training images do"),
     Setting("--xla_gpu_enable_cublaslt", "true", "rocm", "means hipBLASLt there"),
     Setting("--xla_gpu_autotune_level", "4", "rocm", "some images carry 0, which changes results (ROCm/jax#467)"),
@@ -65,7 +86,7 @@ SETTINGS = (
             ("terminate", "1800", "nor to abort, as after 40 s; a process that died is found by its heartbeat"),
         )
     ),
-    Setting("--xla_gpu_enable_latency_hiding_scheduler", "true", "cuda", "overlaps collectives with compute"),
+    *_overlap("cuda"),
     Setting("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9", "cuda", "jax takes 0.75; NCCL and cuBLAS need the rest"),
 )
 
@@ -155,6 +176,46 @@ def visible_gpus(
     return " ".join(limits), min(counts, default=0)
 
 
+def nvidia_model(folder: Path = _NVIDIA_GPUS) -> str:
+    """The first NVIDIA GPU's model, such as "NVIDIA H200", by the kernel driver; "" if there is none."""
+    for information in sorted(folder.glob("*/information")):
+        try:
+            match = re.search(r"^Model:\s*(.+?)\s*$", information.read_text(), re.MULTILINE)
+        except OSError:
+            continue
+        if match:
+            return match[1]
+    return ""
+
+
+def rocm_version(file: Path = _ROCM_VERSION) -> str:
+    """Of the installed ROCm libraries, such as "7.2.0-81"; "" if they do not say."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def xla_libraries() -> list[Path]:
+    """The installed shared libraries that may hold an XLA: jaxlib's and its plugins', each with flags of its own."""
+    specs = [importlib.util.find_spec(name) for name in ("jaxlib", "jax_plugins")]
+    folders = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
+    return [path for folder in folders for path in folder.rglob("*.so") if path.stat().st_size > 2**20]
+
+
+def knows(flag: str, libraries: Iterable[Path] | None = None) -> bool:
+    """Whether every installed XLA takes a flag such as "--xla_gpu_autotune_level", found without loading one: an
+    unknown flag aborts the process."""
+    name, seen = flag.lstrip("-").encode(), False
+    for path in xla_libraries() if libraries is None else libraries:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+            if library.find(_FLAG_OF_ANY_XLA) >= 0:
+                seen = True
+                if library.find(name) < 0:
+                    return False
+    return seen
+
+
 def choose(request: str, plugins: Iterable[str], hardware: Iterable[str]) -> str:
     """The platform ("cpu", "cuda" or "rocm") for a request out of REQUESTS or a JAX_PLATFORMS value.
 
@@ -179,12 +240,20 @@ def choose(request: str, plugins: Iterable[str], hardware: Iterable[str]) -> str
     return wanted[0]
 
 
-def prepare(request: str, several: bool = False) -> str:
+def prepare(request: str, several: bool = False, virtual_devices: int = 0) -> str:
     """Sets this process's environment for a request ("" = JAX_PLATFORMS, else auto) and returns the platform.
 
-    several: whether several processes make the run. To be called before jax is imported. Raises UserError as `choose`
-    does.
+    several: whether several processes make the run. virtual_devices: so many CPU devices, to compile for and not to run
+    on (0: those that are there). To be called before jax is imported. Raises UserError as `choose` does.
     """
+    if virtual_devices:
+        request = "cpu"
+        # The last of two flags of one name counts. What is not run need not be fast.
+        flags = os.environ.get("XLA_FLAGS", "").strip()
+        if flags and not flags.startswith("-"):
+            raise UserError(f"--virtual_devices: XLA_FLAGS={flags} names a file of flags; unset it")
+        own = f"--xla_force_host_platform_device_count={virtual_devices} --xla_backend_optimization_level=0"
+        os.environ["XLA_FLAGS"] = f"{flags} {own}".strip()
     asked = request or os.environ.get("JAX_PLATFORMS", "") or "auto"
     platform = choose(asked, installed_plugins(), visible_hardware())
     architecture = amd_architecture() if platform == "rocm" else ""

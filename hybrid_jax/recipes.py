@@ -1,9 +1,11 @@
 """What the runs in `configs/` share: sizes by family, batch and schedule by scale, and the `:smoke` variant.
 
-Every family fills in all three mixers, sized as its published siblings are, so that `model.mixer` alone turns
+Every hybrid family fills in all three mixers, sized as its published siblings are, so that `model.mixer` alone turns
 one model into the other. Sources: AMD Primus' Megatron presets (the "clean" reading: RMSNorm, no stray
-biases, no dropout).
+biases, no dropout). Dense models have the sizes of their released config.json.
 """
+
+import math
 
 import ml_collections
 
@@ -11,6 +13,7 @@ from hybrid_jax.config import default_config
 from hybrid_jax.errors import UserError
 
 LLAMA3_VOCAB = 128_256
+LLAMA3_TOKENIZER = "llama-3/tokenizer.json"
 ROPE_THETA = 500_000.0
 
 
@@ -59,7 +62,30 @@ def family_8b() -> ml_collections.ConfigDict:
     return config
 
 
-def fineweb_edu(sample: str, tokenizer: str = "llama-3/tokenizer.json") -> str:
+def llama3(
+    *, layers: int, hidden_size: int, intermediate_size: int, heads: int, rows: int, peak: float
+) -> ml_collections.ConfigDict:
+    """A Llama 3.1 (arXiv:2407.21783, table 3: sizes and peak learning rates; heads of 128, 8 of keys and values) on
+    100B tokens (our choice) of rows of 8,192, as AMD Primus' presets have it: their initial weights too."""
+    config = _dense(layers, hidden_size, intermediate_size, heads=heads, kv_heads=8)
+    config.model.update(norm_eps=1e-5, initializer_range=0.008)
+    config.model.gqa.rope.update(theta=ROPE_THETA, llama3_factor=8.0, llama3_original_max_position=8192)
+    _schedule(config, steps=_steps(rows, 8192), rows=rows, length=8192, peak=peak, warmup=2000)
+    return config
+
+
+def qwen(
+    *, layers: int, hidden_size: int, intermediate_size: int, heads: int, kv_heads: int, rows: int, length: int
+) -> ml_collections.ConfigDict:
+    """What Qwen2.5 and Qwen3 share, on 100B tokens; schedule our choice, as that of our 1B family."""
+    config = _dense(layers, hidden_size, intermediate_size, heads=heads, kv_heads=kv_heads)
+    config.model.norm_eps = 1e-6
+    config.model.gqa.rope.theta = 1_000_000.0
+    _schedule(config, steps=_steps(rows, length), rows=rows, length=length, peak=3e-4, warmup=2000)
+    return config
+
+
+def fineweb_edu(sample: str, tokenizer: str = LLAMA3_TOKENIZER) -> str:
     """Arguments of hybrid_jax.data.prepare that make a recipe's store of a sample of HuggingFaceFW/fineweb-edu."""
     return f"--dataset HuggingFaceFW/fineweb-edu:sample-{sample} --tokenizer {tokenizer}"
 
@@ -68,14 +94,15 @@ def finish(config: ml_collections.ConfigDict, variant: str) -> ml_collections.Co
     """The variant of a full run that follows a config file's colon: "" (the run itself) or "smoke".
 
     `smoke` is the same model on this machine at once: a few steps of a small batch of the Python standard
-    library as bytes (ids below 259, inside any vocabulary), no checkpoint. Raises UserError for any other
-    name.
+    library as bytes (ids below 259, inside any vocabulary), on all devices as copies, no checkpoint. Raises UserError
+    for any other name.
     """
     if variant == "":
         return config
     if variant != "smoke":
         raise UserError(f"variant {variant!r} is not known; there is only 'smoke', as in --config=FILE.py:smoke")
-    config.train.update(steps=5, global_batch_size=8, sequence_length=64)
+    config.train.update(steps=5, global_batch_size=8, micro_batch_size=0, sequence_length=64)
+    config.mesh.update(data=-1, fsdp=1, tensor=1)
     config.optimizer.update(warmup_steps=1, decay_steps=0)
     config.data.update(source="python", tokenizer="bytes")
     config.eval.update(every_steps=0, batches=1, sample_tokens=32)
@@ -92,10 +119,36 @@ def _base(hidden_size: int, intermediate_size: int) -> ml_collections.ConfigDict
     heads = hidden_size // 64
     config.model.gqa.update(num_heads=heads, num_kv_heads=heads // 4, head_dim=64)
     config.model.gqa.rope.theta = ROPE_THETA
-    config.train.update(seed=42, compute_dtype="bfloat16")
-    config.optimizer.update(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.01, clip_norm=1.0)
-    config.data.update(source="store", prepare=fineweb_edu("10BT"))
+    _training(config, weight_decay=0.01, sample="10BT")
     return config
+
+
+def _dense(
+    layers: int, hidden_size: int, intermediate_size: int, *, heads: int, kv_heads: int
+) -> ml_collections.ConfigDict:
+    """Grouped-query attention with heads of 128 and an MLP, `layers` times over; its head is not its embedding."""
+    config = default_config()
+    config.model.update(
+        pattern="A-" * layers,
+        vocab_size=LLAMA3_VOCAB,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        tie_word_embeddings=False,
+    )
+    config.model.gqa.update(num_heads=heads, num_kv_heads=kv_heads, head_dim=128)
+    _training(config, weight_decay=0.1, sample="100BT")
+    return config
+
+
+def _steps(rows: int, length: int) -> int:
+    """Of 100B tokens."""
+    return math.ceil(1e11 / (rows * length))
+
+
+def _training(config: ml_collections.ConfigDict, *, weight_decay: float, sample: str) -> None:
+    config.train.update(seed=42, compute_dtype="bfloat16")
+    config.optimizer.update(b1=0.9, b2=0.95, eps=1e-8, weight_decay=weight_decay, clip_norm=1.0)
+    config.data.update(source="store", prepare=fineweb_edu(sample))
 
 
 def _mla(

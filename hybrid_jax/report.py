@@ -4,20 +4,17 @@ fits.
 Plain text out of plain data; jax is imported only by what has to ask or compile.
 """
 
-import math
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybrid_jax import __version__, flops, pattern
+from hybrid_jax import __version__, collectives, flops, pattern
 from hybrid_jax.config import Config
 from hybrid_jax.config_checks import check_devices, mesh_shape
 from hybrid_jax.errors import UserError
 
 BYTES_PER_PARAMETER = {"parameters": 4, "gradients": 4, "optimizer": 8}  # all fp32; AdamW has two moments
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 # Dense bf16 TFLOP/s (no sparsity) by the vendors' data sheets (AMD Instinct MI300X, MI325X, MI350X, MI355X;
 # NVIDIA H100, H200, A100). A part of jax's device_kind finds its row, the first that matches.
@@ -94,7 +91,8 @@ def compiled(config: Config) -> str:
     from hybrid_jax import sharding, step
 
     check_devices(config, jax.device_count(), jax.process_count())
-    executable = step.compile_step(config, sharding.make_mesh(config.mesh))
+    mesh = sharding.make_mesh(config.mesh)
+    executable = step.compile_step(config, mesh)
     memory: Any = executable.memory_analysis()
     rows = [("compiled step, bytes a device", "bytes", "GiB")]
     sizes = {
@@ -107,35 +105,11 @@ def compiled(config: Config) -> str:
     lines = aligned(rows)
     if jax.default_backend() == "cpu":
         lines.append("Compiled for the CPU, which keeps bf16 matmul inputs in fp32: an upper bound for a GPU.")
-    table = [("collective", "count", "bytes a device")]
-    table += [
-        (name, f"{count}", f"{size:,}") for name, (count, size) in collectives(executable.as_text() or "").items()
-    ]
-    if len(table) == 1:
-        return "\n".join(
-            [*lines, "", f"collectives: none ({jax.device_count()} device{'s'[: jax.device_count() > 1]})"]
-        )
-    return "\n".join([*lines, "", *aligned(table), "(as they stand in the program: one inside a loop is counted once)"])
-
-
-def collectives(hlo: str) -> dict[str, tuple[int, int]]:
-    """{collective: (instructions, bytes of their results)} of optimized HLO text, only those that occur.
-
-    A collective whose groups hold one device each moves nothing and is left out.
-    """
-    found: dict[str, tuple[int, int]] = {}
-    instruction = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(")
-    for line in hlo.splitlines():
-        match = instruction.search(line)
-        if match is None or _group_size(line) == 1:
-            continue
-        shapes, name, start = match.groups()
-        sizes = [_bytes(kind, dims) for kind, dims in re.findall(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]", shapes)]
-        if start and name != "all-reduce":
-            sizes = sizes[len(sizes) // 2 :]  # an asynchronous start returns (operands, results)
-        count, total = found.get(name, (0, 0))
-        found[name] = (count + 1, total + sum(sizes))
-    return found
+    count, found = jax.device_count(), collectives.read(executable.as_text() or "", dict(mesh.shape))
+    if not found:
+        return "\n".join([*lines, "", f"collectives: none ({count} device{'s'[: count > 1]})"])
+    by = "The same kind, type and loops stand together; a loop's body counts as often as it runs."
+    return "\n".join([*lines, "", *aligned(collectives.table(found), texts=4), by])
 
 
 def check_memory(config: Config) -> None:
@@ -173,14 +147,14 @@ def host_memory() -> int:
     return min(sizes)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: first column to the left, the others to the right, a rule under the first row."""
+def aligned(rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:
+    """Lines of a table: the first `texts` columns to the left, the others to the right, a rule under the first row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = [
-            row[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            cell.ljust(width) if i < texts else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
@@ -211,20 +185,3 @@ def _giga(number: float) -> str:
 
 def _of_processes(processes: int) -> str:
     return f", {processes} processes" if processes > 1 else ""
-
-
-def _group_size(line: str) -> int:
-    """Devices in a group of an HLO collective, 0 if it does not say; XLA has three ways to write it."""
-    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return match[1].count(",") + 1
-    if match := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
-        return int(match[1])
-    if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match[2]))
-    return 0
-
-
-def _bytes(kind: str, dims: str) -> int:
-    bits = {"pred": 8, "token": 0}.get(kind) or int(next(iter(re.findall(r"\d+", kind)), 0))
-    return math.prod(int(d) for d in dims.split(",") if d) * bits // 8

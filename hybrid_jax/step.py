@@ -54,8 +54,10 @@ class Programs:
 
     @functools.cached_property
     def model(self) -> Model:
-        kernels = self.cfg.kernels
-        return Model(self.cfg.model, kernels.backend, self.cfg.train.compute_dtype, kernels.attention, self.table)
+        kernels, table = self.cfg.kernels, self.table
+        if self.cfg.mesh.zero == 1:  # weights are there, and only their gradients' sums are cut
+            table = tuple((pattern, dispatch.without(spec, "fsdp")) for pattern, spec in table)
+        return Model(self.cfg.model, kernels.backend, self.cfg.train.compute_dtype, kernels.attention, table)
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:
@@ -161,7 +163,8 @@ class Programs:
 
         zero = {"objective": jnp.zeros((), jnp.float32), "loss": jnp.zeros((), jnp.float32)}
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        return jax.lax.scan(add, (zero, self._as_gradients(zeros)), batch)[0]
+        with jax.named_scope("accumulation"):
+            return jax.lax.scan(add, (zero, self._as_gradients(zeros)), batch)[0]
 
     def _step(self, state: State, batch: Batch, stop: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         values, grads = self.gradients(state["params"], batch)
@@ -202,8 +205,8 @@ class Programs:
 
     # Compiled
 
-    def compile_step(self) -> jax.stages.Compiled:
-        """(state, batch, stop) -> (state, metrics); the old state's memory is reused.
+    def compile_step(self, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
+        """(state, batch, stop) -> (state, metrics); the old state's memory is reused. options: XLA's, by name.
 
         stop: i32 [devices], see `stop_flags`; metrics["stop"] is its maximum, so that all processes of a run
         learn of a signal to one of them at the same step.
@@ -213,7 +216,7 @@ class Programs:
         shards = jax.tree.map(lambda x: x.sharding, (state, batch, stop))
         step = jax.jit(self._step, donate_argnums=0, in_shardings=shards, out_shardings=(shards[0], whole))
         with jax.set_mesh(self.mesh):
-            return step.lower(state, batch, stop).compile()
+            return step.lower(state, batch, stop).compile(options)
 
     def compile_evaluate(self) -> jax.stages.Compiled:
         """(params, batch) -> (sum of the losses in nats, number of unmasked targets), f32 scalars."""

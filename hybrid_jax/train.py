@@ -30,6 +30,7 @@ from hybrid_jax import (
     divergence,
     feed,
     flops,
+    gemm_cache,
     init_from,
     metrics,
     output,
@@ -243,7 +244,10 @@ class Training:
             self.console.phase(f"step {start} of {steps} is done already; raise config.train.steps to go on")
             return
         self.console.phase("compiling the training step")
+        if note := gemm_cache.note():
+            self.console.text(f"gemm cache  {note}")
         step_fn = self.programs.compile_step()
+        self._keep_choices()
         if self.checkpoints:
             self.programs.inspect(self.state["params"])  # compiles what the first checkpoint would wait for
             self.checkpoints.prepare(self.state)
@@ -259,6 +263,10 @@ class Training:
                         self._steps(step_fn, batches, request, profile)
                 except divergence.Diverged as diverged:
                     self._roll_back(diverged)
+
+    def _keep_choices(self) -> None:
+        if distributed.is_main() and (note := gemm_cache.publish()):
+            self.console.phase(f"gemm cache: {note}")
 
     def _steps(
         self, step_fn: Callable[..., Any], batches: data.prefetch, request: StopRequest, profile: Profile
@@ -481,6 +489,7 @@ class Training:
             self.request.no_more_steps()
         self._end_checkpoints()
         results = self._validate()
+        self._keep_choices()  # its program's too
         if self.valid_data is not None and cfg.eval.ngram_order and distributed.is_main():
             windows = cfg.eval.batches * self.placement.global_batch_size
             nats = ngram.nats_per_token(train_data, self.valid_data, cfg.eval.ngram_order, windows)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import ml_collections
 import pytest
 
 from hybrid_jax import config as config_lib
-from hybrid_jax import config_checks, config_file
+from hybrid_jax import config_checks, config_file, flops
 from hybrid_jax.config import Config, GDNConfig, ModelConfig, default_config
 from hybrid_jax.errors import UserError
 
@@ -150,6 +151,24 @@ def test_values_of_the_wrong_kind(key, text, words):
         ),
         ({"model.mla.rope.yarn_factor": "0.5"}, "config.model.mla.rope.yarn_factor"),
         ({"model.mla.rope.yarn_factor": "4"}, "config.model.mla.rope.yarn_original_max_position"),
+        ({"model.gqa.rope.llama3_factor": "0.5"}, "config.model.gqa.rope.llama3_factor"),
+        ({"model.gqa.rope.llama3_factor": "8"}, "config.model.gqa.rope.llama3_original_max_position"),
+        (
+            {
+                "model.gqa.rope.llama3_factor": "8",
+                "model.gqa.rope.llama3_original_max_position": "8192",
+                "model.gqa.rope.llama3_low_rotations": "4",
+            },
+            "config.model.gqa.rope.llama3_high_rotations",
+        ),
+        (
+            {
+                f"model.gqa.rope.{kind}_{key}": value
+                for kind in ("llama3", "yarn")
+                for key, value in (("factor", "8"), ("original_max_position", "8192"))
+            },
+            "config.model.gqa.rope.llama3_factor",
+        ),
         ({"model.gqa.num_kv_heads": "3"}, "config.model.gqa.num_heads"),
         ({"model.gqa.head_dim": "31"}, "config.model.gqa.head_dim"),
         ({"model.gqa.rope.rotary_fraction": "0.3"}, "config.model.gqa.head_dim"),
@@ -363,6 +382,7 @@ def test_loading_a_config_leaves_no_bytecode(tmp_path):
 # ---- the published configs ---------------------------------------------------------------------------------
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.py"))
+DENSE = ["llama3_8b", "llama3_70b", "llama3_405b", "qwen2_5_7b", "qwen3_1_7b"]
 
 
 def test_every_published_run_is_there():
@@ -371,6 +391,7 @@ def test_every_published_run_is_there():
         "gdn_1b", "kda_1b", "hybrid_gdn_1b", "hybrid_kda_1b", "hybrid_mamba2_1b",
         "hybrid_mamba2_3b", "hybrid_mamba2_8b", "mamba2_370m", "tiny_hybrid",
         "kimi_linear_300m",  # of our own: one that a released class holds
+        *DENSE,
     }  # fmt: skip
 
 
@@ -380,6 +401,8 @@ def test_a_smoke_variant_is_the_same_model_in_a_few_small_steps(name):
     assert smoke.model == full.model
     assert smoke.train.steps <= 10
     assert smoke.train.global_batch_size * smoke.train.sequence_length <= 1024
+    config_lib.check_devices(smoke, 1)
+    config_lib.check_devices(smoke, 8)
     assert smoke.data.source == "python"
     assert smoke.data.tokenizer == "bytes"
     assert smoke.model.vocab_size >= 259
@@ -390,6 +413,34 @@ def test_a_smoke_variant_is_the_same_model_in_a_few_small_steps(name):
             "10BT" if full.train.steps * full.train.global_batch_size * full.train.sequence_length < 2e10 else "100BT"
         )
         assert full.data.prepare.startswith(f"--dataset HuggingFaceFW/fineweb-edu:sample-{sample} --tokenizer ")
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "rows_at_once", "kind"),
+    [
+        ("qwen3_1_7b", 8, 4, "qwen3"),
+        ("qwen2_5_7b", 64, 10, "qwen2"),
+        ("llama3_8b", 64, 2, "llama"),
+        ("llama3_70b", 128, 1, "llama"),
+        ("llama3_405b", 2048, 1, "llama"),
+    ],
+)
+def test_dense_baselines_are_released_models_on_meshes_that_divide(name, devices, rows_at_once, kind):
+    """Their recipes run unchanged from the fewest devices that make their mesh to `devices`."""
+    from hybrid_jax.interop import formats
+
+    config = config_file.load(f"{CONFIGS / name}.py")
+    assert formats.choose(config).name == kind
+    train, mesh = config.train, config.mesh
+    assert train.micro_batch_size == rows_at_once
+    least = mesh.fsdp * mesh.tensor
+    for count in (least, devices):
+        config_lib.check_devices(config, count)
+    assert train.steps * train.global_batch_size * train.sequence_length == pytest.approx(1e11, rel=1e-5)
+    state = {1: 4 + 12 / mesh.fsdp, 3: 16 / mesh.fsdp}[mesh.zero] / mesh.tensor * flops.parameter_count(config.model)
+    text = (CONFIGS / f"{name}.py").read_text()
+    assert re.search(rf"\b{state / 2**30:.0f}\s(of|GiB)", text), state / 2**30  # as the docstring says
+    assert state < 0.75 * 192e9  # of a MI300X
 
 
 # (steps, rows, length, peak, minimum, warm-up, weight decay)
@@ -441,7 +492,7 @@ def test_swapping_the_mixer_gives_the_sibling(name, mixer, sibling):
     assert dataclasses.replace(swapped, workdir="") == dataclasses.replace(other, workdir="")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in DENSE])
 @pytest.mark.parametrize("mixer", ["gdn", "kda", "mamba2"])
 def test_every_config_is_valid_with_every_mixer(name, mixer):
     config = resolved(("model.mixer", mixer), path=CONFIGS / f"{name}.py")

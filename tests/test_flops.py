@@ -26,6 +26,12 @@ PARAMETERS = {
     "hybrid_mamba2_8b": 7_898_996_224,
     "mamba2_370m": 368_363_008,
     "kimi_linear_300m": 310_999_336,
+    # Those of the models that Meta and Qwen released.
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "qwen2_5_7b": 7_615_616_512,
+    "qwen3_1_7b": 1_720_574_976,
 }
 
 

@@ -31,6 +31,30 @@ def test_the_users_flags_and_variables_win():
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in new
 
 
+@pytest.mark.parametrize("name", ["rocm", "cuda"])
+def test_collectives_overlap_with_compute(name):
+    flags = dict(flag.split("=", 1) for flag in platform.environment(name, {})["XLA_FLAGS"].split())
+    assert flags["--xla_gpu_enable_latency_hiding_scheduler"] == "true"
+    assert flags["--xla_gpu_enable_pipelined_all_gather"] == "true"
+    sizes = {
+        flags[f"--xla_gpu_{kind}_combine_threshold_bytes"] for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    }
+    assert sizes == {str(256 * 2**20)}
+
+
+def test_virtual_devices_win_over_what_was_asked_for_before(monkeypatch):
+    monkeypatch.setattr(
+        os, "environ", {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cuda"}
+    )
+    assert platform.prepare("", virtual_devices=1024) == "cpu"
+    flags = os.environ["XLA_FLAGS"].split()
+    counts = [flag for flag in flags if flag.startswith("--xla_force_host_platform_device_count=")]
+    assert counts[-1].endswith("=1024") and os.environ["JAX_PLATFORMS"] == "cpu"
+    monkeypatch.setattr(os, "environ", {"XLA_FLAGS": "/etc/xla_flags"})
+    with pytest.raises(UserError, match="--virtual_devices: XLA_FLAGS=/etc/xla_flags names a file"):
+        platform.prepare("", virtual_devices=8)
+
+
 def test_a_file_of_flags_is_left_alone():
     assert "XLA_FLAGS" not in platform.environment("rocm", {"XLA_FLAGS": "/etc/xla_flags"})
 

@@ -61,27 +61,6 @@ def test_tables_are_aligned():
     assert lines == ["a        bb", "-----------", "long      1", "x     1,000"]
 
 
-def test_collectives_are_counted_with_their_bytes():
-    hlo = """
-  %all-reduce.1 = f32[1024,128]{1,0} all-reduce(f32[1024,128]{1,0} %p), replica_groups={{0,1}}
-  %all-reduce.2 = (f32[8]{0}, bf16[4,2]{1,0}) all-reduce(f32[8]{0} %a, bf16[4,2]{1,0} %b), to_apply=%add
-  %alone = f32[99]{0} all-reduce(f32[99]{0} %p), replica_groups={{0},{1}}, to_apply=%add
-  %alone.2 = f32[99]{0} all-reduce(f32[99]{0} %p), replica_groups=[2,1]<=[2], to_apply=%add
-  %alone.3 = f32[99]{0} all-reduce(f32[99]{0} %p), replica_groups=mesh['data'=2,'fsdp'=1] {'fsdp'}
-  %ars = f32[16]{0} all-reduce-start(f32[16]{0} %x), replica_groups=mesh['data'=2,'fsdp'=1] {'data','fsdp'}
-  %ard = f32[16]{0} all-reduce-done(f32[16]{0} %ars)
-  %start = (f32[4]{0}, f32[8]{0}) all-gather-start(f32[4]{0} %y), replica_groups=[1,2]<=[2], dimensions={0}
-  ROOT %rs = s32[] reduce-scatter(s32[2]{0} %z), dimensions={0}
-  %fusion = f32[3]{0} fusion(f32[3]{0} %all-reduce.1), kind=kLoop
-"""
-    assert report.collectives(hlo) == {
-        "all-reduce": (3, 4 * 1024 * 128 + (4 * 8 + 2 * 8) + 4 * 16),
-        "all-gather": (1, 4 * 8),
-        "reduce-scatter": (1, 4),
-    }
-    assert report.collectives("%x = f32[3]{0} add(f32[3]{0} %a, f32[3]{0} %b)") == {}
-
-
 @pytest.mark.parametrize(
     ("kind", "tflops"),
     [

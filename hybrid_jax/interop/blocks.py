@@ -65,16 +65,24 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
             "beta_fast": rope.yarn_beta_fast,
             "beta_slow": rope.yarn_beta_slow,
         }
+    if rope.llama3_factor > 1.0:
+        parameters |= {
+            "rope_type": "llama3",
+            "factor": rope.llama3_factor,
+            "original_max_position_embeddings": rope.llama3_original_max_position,
+            "high_freq_factor": rope.llama3_high_rotations,
+            "low_freq_factor": rope.llama3_low_rotations,
+        }
     if rope.rotary_fraction != 1.0:
         parameters["partial_rotary_factor"] = rope.rotary_fraction
     written = {"rope_parameters": parameters, "rope_theta": rope.theta}
-    if rope.yarn_factor > 1.0:
+    if parameters["rope_type"] != "default":
         written["rope_scaling"] = {key: value for key, value in parameters.items() if key != "rope_theta"}
     return written
 
 
 def read_rope(reader: Reader, style: str, fraction: float = 1.0) -> RopeConfig:
-    """The rotary positions of a config.json. Raises UserError for a scaling that is not YaRN's.
+    """The rotary positions of a config.json. Raises UserError for a scaling that is neither YaRN's nor Llama 3.1's.
 
     fraction: of the head dims that rotate, where the file does not say it.
     """
@@ -89,6 +97,14 @@ def read_rope(reader: Reader, style: str, fraction: float = 1.0) -> RopeConfig:
     )
     if kind == "default":
         return rope
+    if kind == "llama3":
+        return dataclasses.replace(
+            rope,
+            llama3_factor=inner.number("factor"),
+            llama3_original_max_position=inner.size("original_max_position_embeddings", longest),
+            llama3_high_rotations=inner.number("high_freq_factor"),
+            llama3_low_rotations=inner.number("low_freq_factor"),
+        )
     inner.only("truncate", True, default=True)
     if kind != "yarn" or any(found.get(key) is not None for key in ("mscale", "mscale_all_dim", "attention_factor")):
         raise UserError(f"{reader.where}: rope_type {kind!r} as it is there is not something that our models can be")

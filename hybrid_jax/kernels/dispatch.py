@@ -122,6 +122,12 @@ def fitted(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) 
     return _trimmed(axes(entry, size) for entry, size in zip(spec, shape, strict=False))
 
 
+def without(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    """`spec` where nothing is cut over `axis`."""
+    kept = [tuple(a for a in _axes(entry) if a != axis) for entry in spec]
+    return _trimmed(axes if len(axes) > 1 else axes[0] if axes else None for axes in kept)
+
+
 def _axes(entry: Any) -> tuple[str, ...]:
     """The mesh axes of one entry of a PartitionSpec."""
     return (entry,) if isinstance(entry, str) else entry or ()
@@ -152,16 +158,34 @@ class Weight(NamedTuple):
 
     def gathered(self, x: jax.Array) -> jax.Array:
         """`x`, stored, as it is used."""
-        return self._through(x, self.used)
+        # Said of what comes in too: else the partitioner gathers the fp32 values that `x` was rounded from.
+        return self._through(jax.lax.with_sharding_constraint(x, self.stored), self.used)
 
     def scattered(self, gradient: jax.Array) -> jax.Array:
         """The gradient of `gathered`'s result, as the weight is stored."""
+        stored = (*self.stored, *(None,) * len(self.used))
+        if any(entry and entry != stored[i] for i, entry in enumerate(self.used)):
+            # Said of what comes in too: else it is made as it will be stored, out of whole activations.
+            gradient = jax.lax.with_sharding_constraint(gradient, self.used)
         return self._through(gradient, self.stored)
 
     def _through(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        if set(self.stored) & set(self.used) != set(self.used):  # cut along another axis: by way of the whole
+        if {entry for entry in self.used if entry} - set(self.stored):  # other parts, along another axis
             x = jax.lax.with_sharding_constraint(x, PartitionSpec())
         return jax.lax.with_sharding_constraint(x, spec)
+
+    def of_inputs(self, x: jax.Array) -> jax.Array:
+        """`x` [tokens, in], which is multiplied with the weight [in, out], as it lies there."""
+        return self._flat(x, 0)
+
+    def of_outputs(self, x: jax.Array) -> jax.Array:
+        """The product [tokens, out], or its gradient, as it lies."""
+        return self._flat(x, 1)
+
+    def _flat(self, x: jax.Array, axis: int) -> jax.Array:
+        # Where it is not said, the way in which one weight's gradient is stored is taken for all products with x.
+        entry = self.used[axis] if len(self.used) > axis else None
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(batch_axes() or None, entry))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -182,6 +206,25 @@ def _gather_backward(spec, dtype, saved, gradient):
 
 
 gather.defvjp(_gather_forward, _gather_backward)
+
+
+@jax.custom_vjp
+def looked_up(x: jax.Array) -> jax.Array:
+    """`x` [B, T, D], looked up in a table of which devices on "fsdp" hold columns: its gradient goes there, columns of
+    all their rows. Left to itself, the compiler makes it whole on each device where "data" is larger than 1."""
+    return x
+
+
+def _looked_up_backward(_, gradient):
+    if not split_axes(("fsdp",)):
+        return (gradient,)
+    rows = tuple(axis for axis in batch_axes() if axis != "fsdp")
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    spec = fitted(PartitionSpec(rows or None, None, "fsdp"), gradient.shape, sizes)
+    return (jax.lax.with_sharding_constraint(gradient, spec),)
+
+
+looked_up.defvjp(lambda x: (x, None), _looked_up_backward)
 
 
 def over_devices(fn: Callable, inputs: Collection[str], outputs: Collection[str]) -> Callable:

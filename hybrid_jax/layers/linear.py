@@ -41,7 +41,10 @@ def _matmul_forward(x, weight, layout):
 def _matmul_backward(layout, saved, dy):
     x, weight = saved
     dx = _product("...o,io->...i", dy, _whole(weight, dy.dtype, layout), x.dtype)
-    dw = _product("ni,no->io", x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]), weight.dtype)
+    x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    if layout is not None:
+        x, dy = layout.of_inputs(x), layout.of_outputs(dy)
+    dw = _product("ni,no->io", x, dy, weight.dtype)
     return dx, dw if layout is None else layout.scattered(dw)
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: interleaved or half-split pairs, partial, with YaRN scaling.
+"""Rotary position embedding: interleaved or half-split pairs, partial, with YaRN's or Llama 3.1's scaling.
 
 Shapes: B batch, T time, H heads, R rotated channels.
 """
@@ -22,10 +22,17 @@ def frequencies(cfg, channels: int) -> tuple[np.ndarray, float]:
     `cfg` is a RopeConfig. theta^(-2i/R); with yarn_factor f > 1, frequencies that turn less than
     yarn_beta_slow times in yarn_original_max_position positions are divided by f, those that turn more than
     yarn_beta_fast times are kept, with a linear ramp between, and cos and sin are scaled by 0.1 ln f + 1
-    (YaRN, arXiv:2309.00071, section 3; the softmax scale is left alone).
+    (YaRN, arXiv:2309.00071, section 3; the softmax scale is left alone). llama3_factor f > 1 does likewise between
+    llama3_low_rotations and llama3_high_rotations turns in llama3_original_max_position positions, but its ramp is
+    linear in the turns, and cos and sin are not scaled (transformers' rope_type "llama3").
     """
     i = np.arange(0, channels, 2, dtype=np.float64)
     freq = cfg.theta ** (-i / channels)
+    if cfg.llama3_factor > 1.0:
+        turns = cfg.llama3_original_max_position * freq / (2 * math.pi)
+        low, high = cfg.llama3_low_rotations, cfg.llama3_high_rotations
+        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        return freq * kept + freq / cfg.llama3_factor * (1.0 - kept), 1.0
     if cfg.yarn_factor <= 1.0:
         return freq, 1.0
 

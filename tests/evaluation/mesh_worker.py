@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hybrid_jax import data, progress, report, sharding
+from hybrid_jax import collectives, data, progress, sharding
 from hybrid_jax.config import MeshConfig
 from hybrid_jax.evaluation import perplexity, scoring
 from hybrid_jax.kernels.dispatch import BATCH_AXES
@@ -40,7 +40,8 @@ def main():
     shapes = [jax.ShapeDtypeStruct(s, jnp.int32, sharding=split) for s in ((24, WINDOW), (24, WINDOW, 1))]
     with jax.set_mesh(mesh):
         compiled = scoring._log_probabilities.lower(model, placed, *shapes).compile()
-    found["collectives"] = report.collectives(compiled.as_text())
+    sent = collectives.read(compiled.as_text(), dict(mesh.shape))
+    found["collectives"] = [(one.kind, one.size) for one in sent]
     json.dump(found, sys.stdout)
 
 

@@ -14,6 +14,7 @@ from hybrid_jax.model import Model, Params
 from hybrid_jax.optimizer import leaf_paths, path_str
 
 YARN = RopeConfig(style="half", yarn_factor=4.0, yarn_original_max_position=16, rotary_fraction=0.5)
+LLAMA3 = RopeConfig(style="half", theta=100.0, llama3_factor=8.0, llama3_original_max_position=16)
 NONE = RopeConfig(style="none")
 MLA = MLAConfig(num_heads=2, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10)
 GQA = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=8)

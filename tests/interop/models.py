@@ -17,6 +17,7 @@ from hybrid_jax.config import (
 
 HALF = RopeConfig(style="half")
 YARN = RopeConfig(style="half", theta=10000.0, yarn_factor=4.0, yarn_original_max_position=32)
+LLAMA3 = RopeConfig(style="half", theta=500.0, llama3_factor=8.0, llama3_original_max_position=32)
 GQA = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=8)
 GATED = dataclasses.replace(GQA, qk_norm=True, output_gate=True)
 GDN = GDNConfig(num_heads=2, num_v_heads=4, head_dim=8)
@@ -44,6 +45,7 @@ CASES: dict[str, dict[str, Config]] = {
         "untied": _config("A-A-", gqa=GQA, norm_eps=1e-5),
         "tied, interleaved": _config("A-A-", gqa=_with(GQA, rope=RopeConfig()), tie_word_embeddings=True),
         "yarn": _config("A-A-", gqa=_with(GQA, head_dim=16, rope=YARN)),
+        "llama3": _config("A-A-", gqa=_with(GQA, head_dim=16, rope=LLAMA3)),
     },
     "qwen2": {
         "untied": _config("A-A-", gqa=_with(GQA, bias=True)),

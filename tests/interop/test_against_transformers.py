@@ -22,6 +22,7 @@ pytestmark = pytest.mark.torch
 CHECKED = [
     ("llama", "tied, interleaved"),
     ("llama", "yarn"),
+    ("llama", "llama3"),
     ("qwen2", "tied, interleaved"),
     ("qwen3", "tied, interleaved"),
     ("mamba2", "untied"),

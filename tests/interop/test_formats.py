@@ -144,7 +144,12 @@ def test_what_a_format_cannot_say_is_named(name, config, reason):
         ("llama", {"model_type": "gpt2"}, "model_type 'gpt2' cannot be imported; there are llama"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not something"),
         ("llama", {"attention_bias": True}, "attention_bias True"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type 'llama3'"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "rope_type 'linear'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "original_max_position|high_freq_factor",
+        ),
         ("llama", {"hidden_size": "wide"}, "hidden_size: expected a positive whole number, got 'wide'"),
         ("llama", {"hidden_size": None}, "hidden_size: expected a positive whole number, got None"),
         ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps: expected a number"),

@@ -57,6 +57,24 @@ def test_partial_and_none():
     np.testing.assert_array_equal(np.asarray(half[..., : R // 2]), np.asarray(alone))
 
 
+def test_llama3():
+    """Llama 3.1's case (128 channels, theta 500,000, trained at 8,192, factor 8): pairs that turn more than four times
+    in 8,192 positions are kept, those of less than one are divided, a ramp linear in the turns between."""
+    plain, _ = frequencies(RopeConfig(theta=5e5), 128)
+    freq, factor = frequencies(RopeConfig(theta=5e5, llama3_factor=8.0, llama3_original_max_position=8192), 128)
+    assert factor == 1.0
+    turns = 8192 * plain / (2 * np.pi)
+    many, few = turns > 4, turns < 1
+    assert many.sum() == 29 and few.sum() == 29
+    np.testing.assert_array_equal(freq[many], plain[many])
+    np.testing.assert_allclose(freq[few], plain[few] / 8, rtol=1e-15)
+    between = ~many & ~few
+    share = (turns[between] - 1) / 3
+    np.testing.assert_allclose(freq[between], plain[between] * (share + (1 - share) / 8), rtol=1e-15)
+    off, _ = frequencies(RopeConfig(theta=5e5, llama3_original_max_position=8192), 128)
+    np.testing.assert_array_equal(off, plain)
+
+
 def test_yarn():
     """Qwen3's case (64 channels, theta 1e6, trained at 32,768, factor 32): pairs 0..11 kept, 20.. divided."""
     cfg = RopeConfig(theta=1e6, yarn_factor=32.0, yarn_original_max_position=32_768)

@@ -17,6 +17,10 @@ _ROPE = {
     "yarn_original_max_position": 0,
     "yarn_beta_fast": 32.0,
     "yarn_beta_slow": 1.0,
+    "llama3_factor": 1.0,  # Llama 3.1's length extension, 1 is off
+    "llama3_original_max_position": 0,
+    "llama3_high_rotations": 4.0,
+    "llama3_low_rotations": 1.0,
 }
 _DELTA = {
     "num_heads": 0,  # of queries and keys

@@ -79,9 +79,15 @@ def frequencies(rope, channels: int) -> tuple[list[float], float]:
 
     theta^(-2i/R); with a yarn_factor f above 1, pairs of fewer than yarn_beta_slow turns in yarn_original_max_position
     tokens turn f times slower, those of more than yarn_beta_fast turns as before, with a linear ramp between, and the
-    factor is 0.1 ln f + 1 (YaRN, arXiv:2309.00071).
+    factor is 0.1 ln f + 1 (YaRN, arXiv:2309.00071). With a llama3_factor above 1 the ramp is linear in the turns,
+    between llama3_low_rotations and llama3_high_rotations of them, and the factor is 1 (Llama 3.1).
     """
     freq = [rope.theta ** (-2 * i / channels) for i in range(channels // 2)]
+    if rope.llama3_factor > 1.0:
+        low, high = rope.llama3_low_rotations, rope.llama3_high_rotations
+        turns = [rope.llama3_original_max_position * f / (2 * math.pi) for f in freq]
+        kept = [min(max((t - low) / (high - low), 0.0), 1.0) for t in turns]
+        return [f * k + f / rope.llama3_factor * (1.0 - k) for f, k in zip(freq, kept, strict=True)], 1.0
     if rope.yarn_factor <= 1.0:
         return freq, 1.0
 

@@ -18,7 +18,7 @@ import tokenizers
 
 from hybrid_jax import data
 from hybrid_jax.config import DataConfig
-from hybrid_jax.data import documents, inputs, prepare
+from hybrid_jax.data import documents, inputs, locks, prepare
 from hybrid_jax.data import parts as parts_lib
 from hybrid_jax.data.store import StoreReader
 

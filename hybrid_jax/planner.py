@@ -155,7 +155,9 @@ def predict(config: Config, mesh: Mesh, arch: str = "") -> Plan:
         "whole weights": c * max(used.values()) * gathers,
         "collectives": 4 * max(used.values()) * several,
     }
-    update = {"gradients": 4 * gradients + 4 * table * model.tie_word_embeddings}
+    # The embedding has a gradient of its own, of what was looked up, whole on each device of "fsdp".
+    lookup = model.tie_word_embeddings or mesh["fsdp"] > 1
+    update = {"gradients": 4 * gradients + 4 * table * lookup}
     moments = {"loss": state | kept | loss, "backward": state | kept | backward, "update": state | update}
     moments = {name: {k: v for k, v in parts.items() if v} for name, parts in moments.items()}
     return Plan(dict(mesh), rows, share // rows, moments, state["parameters"] + state["moments"])

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from hybrid_jax import config_checks, flops, pattern, residuals, weights
 from hybrid_jax.command import Parser, main
-from hybrid_jax.config import Config
+from hybrid_jax.config import Config, ModelConfig
 from hybrid_jax.config_file import load
 from hybrid_jax.kernels.cuts import chunk_tokens
 from hybrid_jax.platform import SETTINGS
@@ -102,65 +102,74 @@ def predict(config: Config, mesh: Mesh, arch: str = "") -> Plan:
 
     arch: the GPU's, as in GPUS, which decides what kernels.backend = auto runs; "" for a CPU, and what has no Triton.
     """
-    model, tensor = config.model, mesh["tensor"]
-    c = 2 if config.train.compute_dtype == "bfloat16" else 4
+    model = config.model
     share = config.train.global_batch_size // (mesh["data"] * mesh["fsdp"])
     rows = config.train.micro_batch_size or share
-    length = config.train.sequence_length
-    tokens, several = rows * length, mesh["data"] * mesh["fsdp"] > 1
-    splits, gathers = mesh["fsdp"] * tensor > 1, mesh["fsdp"] > 1 and config.mesh.zero == 3
-    part = residuals.Part(rows, length, c, tensor, not splits, arch, config.kernels.backend)
-
-    layout = model.layout
-    unit, repeats, _ = pattern.period(layout)
-    scans = model.scan_layers and repeats > 1
-    of_stack = {s: weights.sublayer(model, s) for s in set(layout)}
-    around = weights.around(model)
-    cut = {**mesh, "fsdp": 1} if config.mesh.zero == 1 else mesh
-    stack_parameters = sum(layout.count(s) * _held(found, cut) for s, found in of_stack.items())
-    stack_gradients = sum(layout.count(s) * _held(found, mesh) for s, found in of_stack.items())
+    compute = 2 if config.train.compute_dtype == "bfloat16" else 4
+    joined = mesh["fsdp"] * mesh["tensor"] == 1
+    part = residuals.Part(
+        rows, config.train.sequence_length, compute, mesh["tensor"], joined, arch, config.kernels.backend
+    )
+    of_stack = {s: weights.sublayer(model, s) for s in set(model.layout)}
+    everything = [*weights.around(model), *(w for s in model.layout for w in of_stack[s])]
+    whole = {**mesh, "fsdp": 1} if config.mesh.zero == 1 else mesh
+    gradients = 4 * _held(everything, mesh)
     state = {
-        "parameters": 4 * (stack_parameters + _held(around, cut)),
-        "moments": 8 * (gradients := stack_gradients + _held(around, mesh)),
-        "batch": 16 * share * length,
+        "parameters": 4 * _held(everything, whole),
+        "moments": 2 * gradients,
+        "batch": 4 * residuals.INT32 * share * config.train.sequence_length,
+        "gradients so far": gradients * (share > rows),
     }
-    if share > rows:
-        state["gradients so far"] = 4 * gradients
+    kept, backward = _of_stack(model, part)
+    if kept.pop("cut in two scans"):
+        kept["the stack's weights, cut in two"] = 4 * sum(_held(of_stack[s], whole) for s in model.layout)
 
-    again = model.recomputed_sublayers
-    whole = {s: sum(residuals.kept(model, s, "none", part).values()) for s in set(layout)}
-    left = {s: sum(residuals.kept(model, s, model.remat, part).values()) for s in set(layout[:again])}
-    each = [(left if i < again else whole)[s] for i, s in enumerate(layout)]
-    kept = {"kept for backward": sum(each)}
-    # Gradients of what the sublayer kept; and first that itself, where it is computed again.
-    work = max([*whole.values(), *(2 * whole[s] for s in left)])
-    period = max(sum(each[: len(unit)]), sum(each[len(unit) * (repeats - 1) : len(unit) * repeats])) * scans
-    if scans and 0 < again // len(unit) < repeats:
-        kept["the stack's weights, cut in two scans"] = 4 * stack_parameters
-
-    table = model.vocab_size // tensor * model.hidden_size
-    chunk = chunk_tokens(tokens, model.vocab_size // tensor, model.loss_chunk_tokens)
-    loss = {
-        "last hidden states": 3 * c * tokens * model.hidden_size,  # norm's input and output, and its gradient
-        "head, its gradient": (c + 4) * table,
-        "logits of a chunk": (c + 4) * chunk * (model.vocab_size // tensor),
-        "whole weights": (c + 4) * table * gathers,
+    several, gathers = mesh["data"] * mesh["fsdp"] > 1, mesh["fsdp"] > 1 and config.mesh.zero == 3
+    table = model.vocab_size // mesh["tensor"] * model.hidden_size
+    used = max(sum(w.used(mesh) for w in found) for found in of_stack.values())
+    loss = _of_loss(model, part) | {
+        "whole weights": (compute + 4) * table * gathers,
         "collectives": 4 * table * several,
     }
-    used = {s: sum(w.used(mesh) for w in found) for s, found in of_stack.items()}
-    backward = {
-        "gradients": 4 * gradients,
-        "a period, taken from the stack": period,
-        "sublayer at work": work,
-        "whole weights": c * max(used.values()) * gathers,
-        "collectives": 4 * max(used.values()) * several,
+    backward |= {
+        "gradients": gradients,
+        "whole weights": compute * used * gathers,
+        "collectives": 4 * used * several,
     }
-    # The embedding has a gradient of its own, of what was looked up, whole on each device of "fsdp".
-    lookup = model.tie_word_embeddings or mesh["fsdp"] > 1
-    update = {"gradients": 4 * gradients + 4 * table * lookup}
+    # What was looked up gives the embedding a gradient of its own, whole on each device of "fsdp".
+    update = {"gradients": gradients + 4 * table * (model.tie_word_embeddings or mesh["fsdp"] > 1)}
     moments = {"loss": state | kept | loss, "backward": state | kept | backward, "update": state | update}
-    moments = {name: {k: v for k, v in parts.items() if v} for name, parts in moments.items()}
+    moments = {name: {part: size for part, size in parts.items() if size} for name, parts in moments.items()}
     return Plan(dict(mesh), rows, share // rows, moments, state["parameters"] + state["moments"])
+
+
+def _of_stack(model: ModelConfig, part: residuals.Part) -> tuple[dict[str, int], dict[str, int]]:
+    """What the stack keeps, and what its backward pass takes beside that."""
+    layout, again = model.layout, model.recomputed_sublayers
+    unit, repeats, _ = pattern.period(layout)
+    scans = model.scan_layers and repeats > 1
+
+    def sizes(policy: str) -> dict[str, int]:
+        return {s: sum(residuals.kept(model, s, policy, part).values()) for s in set(layout)}
+
+    whole, left = sizes("none"), sizes(model.remat)
+    each = [(left if i < again else whole)[s] for i, s in enumerate(layout)]
+    periods = [sum(each[n * len(unit) : (n + 1) * len(unit)]) for n in range(repeats)]
+    kept = {"kept for backward": sum(each), "cut in two scans": scans and 0 < again // len(unit) < repeats}
+    # Gradients of all that a sublayer keeps without remat; and that itself, where it is computed again.
+    at_work = max((1 + (i < again)) * whole[s] for i, s in enumerate(layout))
+    return kept, {"a period, taken from the stack": max(periods) * scans, "sublayer at work": at_work}
+
+
+def _of_loss(model: ModelConfig, part: residuals.Part) -> dict[str, int]:
+    """What the loss takes: products in the compute dtype, logits and the head's gradient in fp32."""
+    vocabulary = model.vocab_size // part.tensor
+    chunk = chunk_tokens(part.tokens, vocabulary, model.loss_chunk_tokens)
+    return {
+        "last hidden states": 3 * part.compute * part.tokens * model.hidden_size,  # before, after norm; a gradient
+        "head, its gradient": (part.compute + 4) * vocabulary * model.hidden_size,
+        "logits of a chunk": (part.compute + 4) * vocabulary * chunk,
+    }
 
 
 def _held(found: Sequence[weights.Weight], mesh: Mesh) -> int:

@@ -7,10 +7,10 @@ The peak is that of the worst of three moments of a step:
     update    parameters, moments and gradients alone
 
 Sizes are those of one device of a mesh {"data", "fsdp", "tensor"}: parameters as `weights` says they are cut, what is
-kept as `residuals` says. The scan's backward pass takes what a period kept out of the stacked arrays before it uses
-it, so one period is there twice; a sublayer at work has a gradient of each tensor that it kept, and, where it is
-computed again, the tensor. No constant is fitted: tests/test_planner.py holds what was measured, and says from which of
-it these rules were made and which only tests them.
+kept as `residuals` says. A turn of the scan's backward pass takes what a period kept out of the stacked arrays, so it
+is there twice, and computes again what remat left out of the period; the sublayer that it is at has a gradient of each
+tensor. No constant is fitted: tests/test_planner.py holds what was measured, and says from which of it these rules were
+made and which only tests them.
 
 Plain arithmetic: no jax, no device.
 """
@@ -154,11 +154,18 @@ def _of_stack(model: ModelConfig, part: residuals.Part) -> tuple[dict[str, int],
 
     whole, left = sizes("none"), sizes(model.remat)
     each = [(left if i < again else whole)[s] for i, s in enumerate(layout)]
-    periods = [sum(each[n * len(unit) : (n + 1) * len(unit)]) for n in range(repeats)]
+    # In one turn of a scan all that it computes again is there at once; outside, one sublayer after another.
+    anew = [whole[s] * (i < again) for i, s in enumerate(layout)]
+    turns = [slice(n * len(unit), (n + 1) * len(unit)) for n in range(repeats)] if scans else []
+    alone = anew[len(turns) * len(unit) :]
+    works = [(sum(each[turn]), sum(anew[turn])) for turn in turns] + [(0, size) for size in alone]
+    taken, recomputed = max(works, key=sum)
     kept = {"kept for backward": sum(each), "cut in two scans": scans and 0 < again // len(unit) < repeats}
-    # Gradients of all that a sublayer keeps without remat; and that itself, where it is computed again.
-    at_work = max((1 + (i < again)) * whole[s] for i, s in enumerate(layout))
-    return kept, {"a period, taken from the stack": max(periods) * scans, "sublayer at work": at_work}
+    return kept, {
+        "a period, taken from the stack": taken,
+        "computed again": recomputed,
+        "gradients of a sublayer": max(whole.values()),
+    }
 
 
 def _of_loss(model: ModelConfig, part: residuals.Part) -> dict[str, int]:

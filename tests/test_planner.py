@@ -1,6 +1,7 @@
 """Predicted memory against what was measured on GPUs (dev/LOG.md), and against what XLA's CPU compiler allots."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,9 @@ MADE_FROM = [
     ("2026-11-30", "gdn_1b", 32, {"mesh.fsdp": 2, "mesh.zero": 1}, 54.5),
     ("2026-11-30", "gdn_1b", 64, {"mesh.fsdp": 2, "mesh.zero": 1, "train.micro_batch_size": 16}, 57.4),
 ]
-# These only test them.
+# These only test them; that of hybrid_mamba2_300m was in sight when hybrid_gdn_300m showed that a period is there twice.
 TEST = [
-    ("2026-11-29", "kda_300m", 32, {"kernels.backend": "chunked"}, 39.79),
+    ("2026-11-30", "kda_300m", 32, {"kernels.backend": "chunked"}, 39.79),
     ("2026-11-30", "kda_300m", 32, {"kernels.backend": "triton"}, 39.17),
     ("2026-11-30", "kda_300m", 32, {}, 38.87),
     ("2026-11-29", "hybrid_mamba2_300m", 32, {}, 62.4),
@@ -50,7 +51,8 @@ def predicted(name, rows, keys):
 
 @pytest.mark.parametrize(("date", "name", "rows", "keys", "measured"), MADE_FROM + TEST)
 def test_within_a_tenth_of_what_was_measured(date, name, rows, keys, measured):
-    assert f"## {date}" in (ROOT / "dev" / "LOG.md").read_text(encoding="utf-8")
+    log = re.split(r"^## ", (ROOT / "dev" / "LOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert any(entry.startswith(date) and f" {measured} " in entry.replace(" GiB", " ") for entry in log)
     assert predicted(name, rows, keys).peak / planner.GIB == pytest.approx(measured, rel=0.1)
 
 

@@ -187,7 +187,8 @@ class Model:
             return x, (new if state is not None else None)
 
         def scan(x, stacked, again: bool):
-            return jax.lax.scan(lambda x, xs: through(unit, xs[0], x, xs[1], again * len(unit), True), x, stacked)
+            with jax.named_scope("layers"):
+                return jax.lax.scan(lambda x, xs: through(unit, xs[0], x, xs[1], again * len(unit), True), x, stacked)
 
         again = 0 if states is not None else self.cfg.recomputed_sublayers
         new_states: Params = {}

@@ -15,7 +15,9 @@ made and which only tests them.
 Plain arithmetic: no jax, no device.
 """
 
+import bisect
 import dataclasses
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,8 +25,9 @@ from typing import NamedTuple
 
 from hybrid_jax import config_checks, flops, pattern, residuals, weights
 from hybrid_jax.command import Parser, main
-from hybrid_jax.config import Config, ModelConfig
+from hybrid_jax.config import Config, MeshConfig, ModelConfig
 from hybrid_jax.config_file import load
+from hybrid_jax.errors import UserError
 from hybrid_jax.kernels.cuts import chunk_tokens
 from hybrid_jax.platform import SETTINGS
 
@@ -110,23 +113,22 @@ def predict(config: Config, mesh: Mesh, arch: str = "") -> Plan:
     part = residuals.Part(
         rows, config.train.sequence_length, compute, mesh["tensor"], joined, arch, config.kernels.backend
     )
-    of_stack = {s: weights.sublayer(model, s) for s in set(model.layout)}
-    everything = [*weights.around(model), *(w for s in model.layout for w in of_stack[s])]
-    whole = {**mesh, "fsdp": 1} if config.mesh.zero == 1 else mesh
-    gradients = 4 * _held(everything, mesh)
+    around, whole = weights.around(model), {**mesh, "fsdp": 1} if config.mesh.zero == 1 else mesh
+    gradients = 4 * (_held(around, mesh) + _held_by_stack(model, mesh))
+    stack = 4 * _held_by_stack(model, whole)
     state = {
-        "parameters": 4 * _held(everything, whole),
+        "parameters": 4 * _held(around, whole) + stack,
         "moments": 2 * gradients,
         "batch": 4 * residuals.INT32 * share * config.train.sequence_length,
         "gradients so far": gradients * (share > rows),
     }
     kept, backward = _of_stack(model, part)
     if kept.pop("cut in two scans"):
-        kept["the stack's weights, cut in two"] = 4 * sum(_held(of_stack[s], whole) for s in model.layout)
+        kept["the stack's weights, cut in two"] = stack
 
     several, gathers = mesh["data"] * mesh["fsdp"] > 1, mesh["fsdp"] > 1 and config.mesh.zero == 3
     table = model.vocab_size // mesh["tensor"] * model.hidden_size
-    used = max(sum(w.used(mesh) for w in found) for found in of_stack.values())
+    used = max(sum(w.used(mesh) for w in weights.sublayer(model, s)) for s in set(model.layout))
     loss = _of_loss(model, part) | {
         "whole weights": (compute + 4) * table * gathers,
         "collectives": 4 * table * several,
@@ -149,16 +151,13 @@ def _of_stack(model: ModelConfig, part: residuals.Part) -> tuple[dict[str, int],
     unit, repeats, _ = pattern.period(layout)
     scans = model.scan_layers and repeats > 1
 
-    def sizes(policy: str) -> dict[str, int]:
-        return {s: sum(residuals.kept(model, s, policy, part).values()) for s in set(layout)}
-
-    whole, left = sizes("none"), sizes(model.remat)
+    whole, left = _sizes(model, "none", part), _sizes(model, model.remat, part)
     each = [(left if i < again else whole)[s] for i, s in enumerate(layout)]
     # In one turn of a scan all that it computes again is there at once; outside, one sublayer after another.
     anew = [whole[s] * (i < again) for i, s in enumerate(layout)]
-    turns = [slice(n * len(unit), (n + 1) * len(unit)) for n in range(repeats)] if scans else []
-    alone = anew[len(turns) * len(unit) :]
-    works = [(sum(each[turn]), sum(anew[turn])) for turn in turns] + [(0, size) for size in alone]
+    ends = [slice(n * len(unit), (n + 1) * len(unit)) for n in (0, repeats - 1) if scans]  # turns are like one of these
+    alone = anew[len(unit) * repeats * scans :]
+    works = [(sum(each[turn]), sum(anew[turn])) for turn in ends] + [(0, size) for size in alone]
     taken, recomputed = max(works, key=sum)
     kept = {"kept for backward": sum(each), "cut in two scans": scans and 0 < again // len(unit) < repeats}
     return kept, {
@@ -166,6 +165,10 @@ def _of_stack(model: ModelConfig, part: residuals.Part) -> tuple[dict[str, int],
         "computed again": recomputed,
         "gradients of a sublayer": max(whole.values()),
     }
+
+
+def _sizes(model: ModelConfig, policy: str, part: residuals.Part) -> dict[str, int]:
+    return {s: sum(residuals.kept(model, s, policy, part).values()) for s in set(model.layout)}
 
 
 def _of_loss(model: ModelConfig, part: residuals.Part) -> dict[str, int]:
@@ -177,6 +180,11 @@ def _of_loss(model: ModelConfig, part: residuals.Part) -> dict[str, int]:
         "head, its gradient": (part.compute + 4) * vocabulary * model.hidden_size,
         "logits of a chunk": (part.compute + 4) * vocabulary * chunk,
     }
+
+
+def _held_by_stack(model: ModelConfig, mesh: Mesh) -> int:
+    counts = {s: model.layout.count(s) for s in set(model.layout)}
+    return sum(count * _held(weights.sublayer(model, s), mesh) for s, count in counts.items())
 
 
 def _held(found: Sequence[weights.Weight], mesh: Mesh) -> int:
@@ -199,13 +207,20 @@ def largest_micro_batch(config: Config, mesh: Mesh, gpu: Gpu) -> int:
 
 def cheapest_remat(config: Config, mesh: Mesh, gpu: Gpu) -> tuple[str, int] | None:
     """(model.remat, model.remat_layers) that fits and computes least again, None if none does."""
-    periods = pattern.period(config.model.layout)[1]
-    ways = [(policy, layers) for policy in REMAT for layers in (*range(1, periods + 1), -1)]
-    ways.sort(key=lambda way: _computed_again(config, *way))
-    for way in (("none", -1), *ways):
-        if fits(_with_remat(config, *way), mesh, gpu):
-            return way
-    return None
+    _, periods, tail = pattern.period(config.model.layout)
+
+    def fitting(policy: str, layers: int) -> bool:
+        return fits(_with_remat(config, policy, layers), mesh, gpu)
+
+    if fitting("none", -1):
+        return "none", -1
+    ways = []
+    for policy in REMAT:
+        # More periods take less memory, up to the last, with which the stack is in one piece again.
+        fewest = 1 + bisect.bisect_left(range(1, periods), True, key=functools.partial(fitting, policy))
+        numbers = dict.fromkeys(n for n in (fewest, periods, -1) if n < periods or tail)
+        ways += [(policy, layers) for layers in numbers if fitting(policy, layers)]
+    return min(ways, key=lambda way: _computed_again(config, *way), default=None)
 
 
 def _computed_again(config: Config, policy: str, layers: int) -> float:
@@ -259,26 +274,32 @@ class Choice(NamedTuple):
 def choose(config: Config, gpu: Gpu) -> Choice | None:
     """The fewest nodes that can train a config, how, and None if none of NODES can.
 
-    Copies before cuts, and cuts inside a node before cuts across: data, data x fsdp, fsdp. The largest micro batch that
-    needs no remat; where that is below LEAST_TOKENS, so many tokens with the remat that computes least again.
+    Copies before cuts, and cuts inside a node before cuts across: data, data x fsdp, fsdp, and only then fsdp x tensor.
+    The largest micro batch that needs no remat; where that is below LEAST_TOKENS, so many tokens with the remat that
+    computes least again.
     """
     for nodes in NODES:
-        wholes = [(nodes * NODE, 1), (nodes, NODE), (1, nodes * NODE)]
-        for remat in (False, True):
-            for data, fsdp in dict.fromkeys(wholes):
-                if found := _choose_on(config, gpu, {"data": data, "fsdp": fsdp, "tensor": 1}, remat):
-                    return found
+        rows = dict.fromkeys(((nodes * NODE, 1, 1), (nodes, NODE, 1), (1, nodes * NODE, 1)))
+        for meshes in (rows, [(1, nodes, NODE)]):
+            for remat in (False, True):
+                for sizes in meshes:
+                    if found := _choose_on(config, gpu, *sizes, remat):
+                        return found
     return None
 
 
-def _choose_on(config: Config, gpu: Gpu, mesh: Mesh, remat: bool) -> Choice | None:
-    share, left = divmod(config.train.global_batch_size, mesh["data"] * mesh["fsdp"])
-    if left or not share:
+def _choose_on(config: Config, gpu: Gpu, data: int, fsdp: int, tensor: int, remat: bool) -> Choice | None:
+    config = dataclasses.replace(config, mesh=MeshConfig(data, fsdp, tensor))
+    config = _with(_with_remat(config, "none", -1), 0)
+    try:
+        config_checks.check(config)
+        mesh = mesh_of(config)
+    except UserError:  # it does not divide
         return None
+    share = config.train.global_batch_size // (data * fsdp)
     least = min(-(-LEAST_TOKENS // config.train.sequence_length), share)
     least = next(n for n in range(least, share + 1) if share % n == 0)
     if not remat:
-        config = _with_remat(config, "none", -1)
         rows = largest_micro_batch(config, mesh, gpu)
         return Choice(predict(_with(config, rows), mesh, gpu.arch), ("none", -1)) if rows >= least else None
     config = _with(config, least)
@@ -292,7 +313,7 @@ def readme_table(names: Sequence[str] = ()) -> list[str]:
     Raises UserError for a name that is none.
     """
     known = {path.stem: path for path in sorted(CONFIGS.glob("*.py")) if path.stem != "tiny_hybrid"}
-    lines = ["| config | " + " | ".join(f"8 x {gpu.name}" for gpu in GPUS) + " |", "|---" * (len(GPUS) + 1) + "|"]
+    lines = ["| config | " + " | ".join(gpu.name for gpu in GPUS) + " |", "|---" * (len(GPUS) + 1) + "|"]
     for name in names or sorted(known, key=lambda name: flops.parameter_count(load(str(known[name])).model)):
         config = load(str(known[name]) if name in known else name)
         cells = [str(choose(config, gpu) or f"not on {NODES[-1]} nodes") for gpu in GPUS]

@@ -34,7 +34,8 @@ MADE_FROM = [
     ("2026-11-30", "gdn_1b", 32, {"mesh.fsdp": 2, "mesh.zero": 1}, 54.5),
     ("2026-11-30", "gdn_1b", 64, {"mesh.fsdp": 2, "mesh.zero": 1, "train.micro_batch_size": 16}, 57.4),
 ]
-# These only test them; that of hybrid_mamba2_300m was in sight when hybrid_gdn_300m showed that a period is there twice.
+# These only test them; that of hybrid_mamba2_300m was in sight when hybrid_gdn_300m showed that a period is there
+# twice.
 TEST = [
     ("2026-11-30", "kda_300m", 32, {"kernels.backend": "chunked"}, 39.79),
     ("2026-11-30", "kda_300m", 32, {"kernels.backend": "triton"}, 39.17),

@@ -163,7 +163,7 @@ def run(arguments: list[str], supervise: bool = False) -> int:
         from hybrid_jax import data, report
 
         found = data.dry_run(config)  # first: a mistake is to be one line and nothing else
-        _show(f"{report.dry_run(config)}\n\n{found}\n\nActivations come on top; --dry_run=compile tells how much.")
+        _show(f"{report.dry_run(config)}\n\n{found}")
         return 0
     group = None if values.virtual_devices else find_group(values)
     if group and supervise:

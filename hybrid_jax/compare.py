@@ -124,7 +124,9 @@ def differing(config: dict[str, Any], name: str, sections: Sequence[str] = ("mod
     from hybrid_jax import config_file
 
     want = config_lib.to_dict(config_file.load(str(FOLDERS[0].parent / f"{name}.py")))
-    keys = [("model", k) for k in want["model"] if k not in ("remat", "scan_layers", "loss_chunk_tokens")]
+    keys = [
+        ("model", k) for k in want["model"] if k not in ("remat", "remat_layers", "scan_layers", "loss_chunk_tokens")
+    ]
     keys += [("data", "source"), ("data", "tokenizer"), ("train", "sequence_length")]
     return [f"{s}.{k}" for s, k in keys if s in sections and config.get(s, {}).get(k) != want[s][k]]
 

@@ -134,6 +134,7 @@ class ModelConfig:
     rescale_out_proj: bool = key(False, "divide it by sqrt(2 * sublayers) on output projections")
     scan_layers: bool = key(True, "scan over the pattern's period (False: unroll)")
     remat: str = key("none", "what the backward pass recomputes", ("none", "dots", "names", "full"))
+    remat_layers: int = key(-1, "periods of the pattern, from the first, that remat is for (-1 = the whole stack)")
     loss_chunk_tokens: int = key(0, "tokens per chunk of the loss (0 = automatic)")
     z_loss: float = key(0.0, "weight of log(Z)^2 (0 = off)")
     mla: MLAConfig = MLAConfig()
@@ -148,6 +149,13 @@ class ModelConfig:
         if self.pattern:
             return pattern_lib.resolve(self.pattern, self.mixer)
         return pattern_lib.resolve(pattern_lib.derive(self.num_layers, self.attention_ratio), self.mixer)
+
+    @property
+    def recomputed_sublayers(self) -> int:
+        """Sublayers of the layout, from the first, that `remat` is for."""
+        if self.remat == "none" or self.remat_layers < 0:
+            return 0 if self.remat == "none" else len(self.layout)
+        return self.remat_layers * len(pattern_lib.period(self.layout)[0])
 
     def norm_eps_of(self, section: _HasNormEps) -> float:
         """The epsilon of a section's own norms: its norm_eps, or the model's where that is 0."""

@@ -11,7 +11,7 @@ from typing import Any
 from hybrid_jax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, RopeConfig
 from hybrid_jax.errors import UserError
 from hybrid_jax.kernels import support
-from hybrid_jax.pattern import NAMES
+from hybrid_jax.pattern import NAMES, period
 from hybrid_jax.signals import PEER_LOST_EXIT_CODE
 
 MAX_LENGTH = 4_194_304  # hybrid_jax/layers/rotary.py has positions below this; a test holds the two together
@@ -37,6 +37,7 @@ def check_model(model: ModelConfig) -> None:
         )
     _positive(where, model, "vocab_size", "hidden_size", "norm_eps", "initializer_range")
     _not_negative(where, model, "loss_chunk_tokens", "z_loss")
+    _check_remat(model)
     if "-" in layout:
         _positive(where, model, "intermediate_size")
     for symbol, checker in (("*", _check_mla), ("A", _check_gqa), ("G", _check_delta), ("K", _check_delta)):
@@ -44,6 +45,20 @@ def check_model(model: ModelConfig) -> None:
             checker(model, symbol)
     if "S" in layout:
         _check_mamba2(model)
+
+
+def _check_remat(model: ModelConfig) -> None:
+    layers, (unit, repeats, _) = model.remat_layers, period(model.layout)
+    if not -1 <= layers <= repeats:
+        raise UserError(
+            f"config.model.remat_layers: {layers}, but the stack has {repeats} period{'s'[: repeats != 1]} ({unit}); "
+            f"use 0 to {repeats}, or -1 for the whole stack"
+        )
+    if layers > 0 and model.remat == "none":
+        raise UserError(
+            f"config.model.remat_layers: {layers}, but config.model.remat is none, so nothing is recomputed; set it to "
+            "dots, names or full"
+        )
 
 
 def _check_mla(model: ModelConfig, symbol: str) -> None:

@@ -16,8 +16,8 @@ _KEY = "config.checkpoint.init_from"
 _SECTIONS = {"mla": "*", "gqa": "A", "gdn": "G", "kda": "K", "mamba2": "S"}
 # Of the model: how the layout is written and computed, and what only training looks at.
 _FREE = (
-    "pattern", "num_layers", "attention_ratio", "mixer", "scan_layers", "remat", "loss_chunk_tokens", "z_loss",
-    "initializer_range", "rescale_out_proj",
+    "pattern", "num_layers", "attention_ratio", "mixer", "scan_layers", "remat", "remat_layers",
+    "loss_chunk_tokens", "z_loss", "initializer_range", "rescale_out_proj",
 )  # fmt: skip
 
 

@@ -12,20 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from hybrid_jax.kernels import dispatch
+from hybrid_jax.kernels.cuts import chunk_tokens
 from hybrid_jax.kernels.precision import accumulator
 
 IGNORE = -1  # a target that does not count
-_LOGIT_BYTES = 2**31  # of one chunk, fp32
-
-
-def chunk_tokens(tokens: int, vocab_size: int, wanted: int = 0) -> int:
-    """Tokens of a chunk: `wanted`, or a power of two with at most 2 GiB of logits and at least four chunks."""
-    if wanted:
-        return min(wanted, tokens)
-    chunk = 1
-    while 2 * chunk * vocab_size * 4 <= _LOGIT_BYTES and 2 * chunk <= tokens // 4:
-        chunk *= 2
-    return chunk
 
 
 def _total(x: jax.Array, axis: str | None) -> jax.Array:

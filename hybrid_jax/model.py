@@ -176,26 +176,35 @@ class Model:
         def train(symbol: str, weights: Params, x, ctx: Context):
             return apply(symbol, weights, x, ctx, None)[0]
 
-        def through(symbols: str, weights: Params, x, state, in_scan: bool):
+        def through(symbols: str, weights: Params, x, state, again: int, in_scan: bool):
+            """`again`: of so many of them, from the first, parts are computed again for the backward pass."""
             new = {}
             for i, symbol in enumerate(symbols):
                 if state is None:
-                    x = _remat(functools.partial(train, symbol), self.cfg.remat, in_scan)(weights[str(i)], x, ctx)
+                    policy = self.cfg.remat if i < again else "none"
+                    x = _remat(functools.partial(train, symbol), policy, in_scan)(weights[str(i)], x, ctx)
                 else:
                     x, new[str(i)] = apply(symbol, weights[str(i)], x, ctx, state[str(i)])
             return x, (new if state is not None else None)
 
+        def scan(x, stacked, again: bool):
+            with jax.named_scope("layers"):
+                return jax.lax.scan(lambda x, xs: through(unit, xs[0], x, xs[1], again * len(unit), True), x, stacked)
+
+        again = 0 if states is not None else self.cfg.recomputed_sublayers
         new_states: Params = {}
-        for name, symbols in (("layers", unit if repeats else ""), ("tail", tail)):
-            if not symbols:
-                continue
-            state = None if states is None else states[name]
-            if name == "layers":
-                body = lambda x, xs: through(symbols, xs[0], x, xs[1], True)  # noqa: B023,E731
-                with jax.named_scope("layers"):
-                    x, new_states[name] = jax.lax.scan(body, x, (params[name], state))
+        if repeats:
+            stacked = params["layers"], None if states is None else states["layers"]
+            cut = min(again // len(unit), repeats)
+            if 0 < cut < repeats:  # a scan keeps the same of each of its turns, so there are two
+                x, _ = scan(x, jax.tree.map(lambda a: a[:cut], stacked), True)
+                x, _ = scan(x, jax.tree.map(lambda a: a[cut:], stacked), False)
             else:
-                x, new_states[name] = through(symbols, params[name], x, state, False)
+                x, new_states["layers"] = scan(x, stacked, cut > 0)
+        if tail:
+            state = None if states is None else states["tail"]
+            left = again - len(unit) * repeats
+            x, new_states["tail"] = through(tail, params["tail"], x, state, left, False)
         return x, new_states
 
     def _gathered(self, params: Params, name: str) -> jax.Array:

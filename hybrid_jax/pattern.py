@@ -9,6 +9,8 @@
 pattern whose `M` has been replaced, so that it names every sublayer's kind by itself. No jax here.
 """
 
+import functools
+
 from hybrid_jax.errors import UserError
 
 MIXERS = {"gdn": "G", "kda": "K", "mamba2": "S"}
@@ -37,6 +39,7 @@ def check(pattern: str) -> None:
             )
 
 
+@functools.lru_cache(maxsize=64)
 def resolve(pattern: str, mixer: str) -> str:
     """The layout of `pattern`: `M` becomes `G`, `K` or `S` after `mixer` ("gdn", "kda" or "mamba2").
 
@@ -83,6 +86,7 @@ def derive(num_layers: int, attention_ratio: float) -> str:
     return "*-" * (attention - linear) + "*-M-" * linear
 
 
+@functools.lru_cache(maxsize=64)
 def period(layout: str) -> tuple[str, int, str]:
     """(unit, repeats, tail) with layout == unit * repeats + tail and the fewest sublayers in unit and tail
     together.

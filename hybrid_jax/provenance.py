@@ -25,7 +25,7 @@ PACKAGES = ("hybrid_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", 
 _OF_THE_DATA = ("seed", "sequence_length", "global_batch_size")
 _FREE_KEYS = {
     "train": ("steps", "max_bad_steps", "profile_steps", "requeue_exit_code", "micro_batch_size"),
-    "model": ("remat", "loss_chunk_tokens"),
+    "model": ("remat", "remat_layers", "loss_chunk_tokens"),
     "optimizer": (),
 }
 _GIT_SECONDS = 10

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybrid_jax import __version__, collectives, flops, pattern
+from hybrid_jax import __version__, collectives, flops, pattern, planner
 from hybrid_jax.config import Config
 from hybrid_jax.config_checks import check_devices, mesh_shape
 from hybrid_jax.errors import UserError
@@ -77,11 +77,54 @@ def dry_run(config: Config) -> str:
             )
         )
     rows.append(("total", "", f"{total:,}", "", f"{per_token:.3e}", ""))
-    memory = [("fp32 on each device", "bytes", "GiB")]
-    for name, size in (*BYTES_PER_PARAMETER.items(), ("total", sum(BYTES_PER_PARAMETER.values()))):
-        memory.append((name, f"{size * total:,}", f"{size * total / 2**30:.2f}"))
     head = [*_model_lines(config), *_token_lines(config)]
-    return "\n".join([*head, "", *aligned(rows), "", *aligned(memory)])
+    return "\n".join([*head, "", *aligned(rows), "", *memory(config)])
+
+
+def memory(config: Config) -> list[str]:
+    """Two tables of --dry_run: what a device of the config's mesh is predicted to hold, and which GPUs that fits.
+
+    Raises UserError where the batch does not divide over the mesh.
+    """
+    mesh, (first, *_) = planner.mesh_of(config), planner.GPUS
+    if config.kernels.backend == "reference":
+        return ["memory      not predicted: kernels.backend 'reference' is for tests, and keeps a state for each token"]
+    plan = planner.predict(config, mesh, first.arch)
+    names = list(plan.moments)
+    parts = list(dict.fromkeys(part for name in names for part in plan.moments[name]))
+    rows = [("predicted, GiB a device", *names)]
+    for part in parts:
+        rows.append((part, *(_gib(plan.moments[name].get(part, 0)) for name in names)))
+    rows.append(("total", *(_gib(sum(plan.moments[name].values())) for name in names)))
+    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
+    planned = f", as mesh.data is -1 and a node has {planner.NODE} devices" if config.mesh.data == -1 else ""
+    rows_at_once = f"{plan.micro_batch} row{'s'[: plan.micro_batch != 1]} at once"
+    steps = f", {plan.accumulation} accumulation steps" if plan.accumulation > 1 else ""
+    lines = [f"planned for {shape}{planned}: {rows_at_once}{steps}"]
+    if config.checkpoint.every_steps:
+        lines.append(f"a checkpoint's copy of the state takes {_gib(plan.state)} GiB more, where that is free")
+    fitting = [("device", "GiB", "usable", "peak", "fits", "largest micro batch", "least remat for this one")]
+    for gpu in planner.GPUS:
+        peak = planner.predict(config, mesh, gpu.arch).peak
+        fits = "no" if peak > gpu.usable else "tight" if peak > planner.TIGHT * gpu.usable else "yes"
+        micro = planner.largest_micro_batch(config, mesh, gpu)
+        least = planner.cheapest_remat(config, mesh, gpu)
+        fitting.append(
+            (
+                gpu.name,
+                f"{gpu.memory / planner.GIB:.0f}",
+                f"{gpu.usable / planner.GIB:.1f}",
+                f"{peak / planner.GIB:.1f}",
+                fits,
+                f"{micro}" if micro else "none fits",
+                planner.describe_remat(*least) if least else "none fits",
+            )
+        )
+    return [*lines, "", *aligned(rows), "", *aligned(fitting)]
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}" if size else ""
 
 
 def compiled(config: Config) -> str:

@@ -60,6 +60,7 @@ SLOW = (
     "tests/test_model.py::test_first_loss_of_gdn_300m",
     "tests/test_model.py::test_packed_equals_separate[*]",
     "tests/test_model.py::test_packed_equals_separate[S]",
+    "tests/test_model.py::test_remat_of_more_periods_saves_more_memory[False",
     "tests/test_model.py::test_remat_saves_memory",
 )
 

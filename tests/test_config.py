@@ -100,6 +100,30 @@ def test_unknown_keys_on_the_command_line(key, words):
     assert message((key, "1")).startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "remat", "layers", "words"),
+    [
+        ("M-M-M-*", "full", "4", "config.model.remat_layers: 4, but the stack has 3 periods (G-); use 0 to 3, or -1"),
+        ("M-M-M-*", "full", "-2", "config.model.remat_layers: -2, but the stack has 3 periods (G-); use 0 to 3, or -1"),
+        ("M-*K", "dots", "2", "config.model.remat_layers: 2, but the stack has 1 period (G-*K); use 0 to 1, or -1"),
+        ("M-M-", "none", "1", "config.model.remat_layers: 1, but config.model.remat is none, so nothing is recomputed"),
+    ],
+)
+def test_periods_to_recompute_that_there_are_not(pattern, remat, layers, words):
+    overrides = (("model.pattern", pattern), ("model.remat", remat), ("model.remat_layers", layers))
+    assert message(*overrides).startswith(words)
+
+
+def test_periods_to_recompute():
+    def sublayers(remat, layers, scan="true"):
+        keys = (("pattern", "M-M-M-*"), ("remat", remat), ("remat_layers", layers), ("scan_layers", scan))
+        return resolved(*((f"model.{key}", value) for key, value in keys)).model.recomputed_sublayers
+
+    assert [sublayers("full", k) for k in ("0", "1", "3", "-1")] == [0, 2, 6, 7]
+    assert sublayers("names", "2", "false") == 4
+    assert sublayers("none", "-1") == sublayers("none", "0") == 0
+
+
 def test_unknown_keys_in_a_config_are_found_too():
     config = default_config()
     config.model.pattern_ = "M-"
@@ -116,6 +140,7 @@ def test_unknown_keys_in_a_config_are_found_too():
             "config.model.mixer: 'mamba' is not one of gdn, kda, mamba2, did you mean 'mamba2'?",
         ),
         ("model.remat", "ful", "did you mean 'full'?"),
+        ("model.remat_layers", "2.5", "config.model.remat_layers: expected a whole number, got '2.5'"),
         ("kernels.backend", "pallas", "config.kernels.backend: 'pallas' is not one of auto, reference"),
         ("train.steps", "many", "config.train.steps: expected a whole number, got 'many'"),
         ("train.steps", "1.5", "config.train.steps: expected a whole number, got '1.5'"),

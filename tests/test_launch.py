@@ -135,7 +135,7 @@ def test_a_dry_run_imports_no_jax_and_writes_nothing(tmp_path):
         timeout=60,
     )
     assert done.stdout.endswith("False 0\n"), done.stderr
-    for words in ("7,898,996,224", "4.915e+10", "126,383,939,584", "1,048,576 a step (128 x 8,192)"):
+    for words in ("7,898,996,224", "4.915e+10", "planned for data 8", "1,048,576 a step (128 x 8,192)"):
         assert words in done.stdout
     assert list(tmp_path.iterdir()) == []
 

@@ -126,6 +126,45 @@ def test_remat_saves_memory(scan):
     assert all(a > 1.04 * b for a, b in itertools.pairwise(used)), dict(zip(policies, used, strict=True))
 
 
+def test_remat_of_the_first_periods_changes_no_gradient():
+    """None, some and all of the periods: the same parameters, losses and gradients."""
+    tokens = tokens_of(0, 1, 40)
+    zeros = jnp.zeros_like(tokens)
+    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1), "segment_ids": zeros, "positions": zeros}
+    plain = model_of("-" * 4)
+    params = init(plain)
+
+    def run(model):
+        assert jax.tree.map(jnp.shape, model.abstract_params()) == jax.tree.map(jnp.shape, params)
+        return jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch)[0]))(params)
+
+    loss, grads = run(plain)
+    for layers in (0, 1, 4):
+        got_loss, got = run(model_of("-" * 4, remat="full", remat_layers=layers))
+        assert got_loss == pytest.approx(float(loss), rel=1e-6)
+        assert max(jax.tree.leaves(jax.tree.map(rms_error, got, grads))) < 1e-5
+
+
+@pytest.mark.parametrize(("scan", "counts"), [(True, [0, 2, 2, 2, 3]), (False, [0, 2, 4, 6, 7])])
+def test_which_sublayers_remat_is_for(scan, counts):
+    """Sublayers of three periods and a tail that the program computes again: a scan's once for all its turns."""
+    row = jnp.zeros((1, 8), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), row)
+
+    def again(layers):
+        model = model_of("-A" * 3 + "-", remat="full", remat_layers=layers, scan_layers=scan)
+        return str(jax.make_jaxpr(lambda p: model.loss(p, batch)[0])(model.abstract_params())).count("nothing_saveable")
+
+    assert [again(layers) for layers in (0, 1, 2, 3, -1)] == counts
+
+
+@pytest.mark.parametrize(("scan", "factor"), [(True, 1.1), (False, 1.04)])
+def test_remat_of_more_periods_saves_more_memory(scan, factor):
+    models = [model_of("-" * 6, remat="full", remat_layers=layers, scan_layers=scan) for layers in (0, 3, 6)]
+    used = [grad_memory(model, 1024) for model in models]
+    assert all(a > factor * b for a, b in itertools.pairwise(used)), used
+
+
 @pytest.mark.parametrize("symbol", "*GKS")
 def test_names_runs_no_operation_twice(symbol):
     """The scans of a sequence operation in the gradient program: as many with "names" as without remat."""

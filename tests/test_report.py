@@ -43,17 +43,51 @@ def test_the_dry_run_table_adds_up():
     parts = re.findall(r"^(embedding|GDN|MLP|final norm|head \(tied\)) +\d+ +([\d,]+)", text, re.MULTILINE)
     assert len(parts) == 5
     assert sum(int(number.replace(",", "")) for _, number in parts) == 307_767_232
-    sizes = {
-        name: int(size.replace(",", ""))
-        for name, size in re.findall(r"^(parameters|gradients|optimizer|total) +([\d,]+) +[\d.]+$", text, re.MULTILINE)
-    }
-    assert sizes == {
-        "parameters": 4 * 307_767_232,
-        "gradients": 4 * 307_767_232,
-        "optimizer": 8 * 307_767_232,
-        "total": 16 * 307_767_232,
-    }
     assert "1.853e+09" in text
+
+
+def memory(name, *overrides):
+    """(lines above, {part: GiB by moment}, {device: its row}) of the dry run's tables of memory."""
+    above, parts, devices = "\n".join(report.memory(config_of(name, *overrides))).split("\n\n")
+    columns = parts.splitlines()[0].split()[-3:]
+    ends = [parts.splitlines()[0].index(name) + len(name) for name in columns]
+    found = {}
+    for line in parts.splitlines()[2:]:
+        cells = [re.search(r"  ([\d.]+)$", line.ljust(end)[:end]) for end in ends]
+        found[line.split("  ")[0]] = {c: float(v[1]) for c, v in zip(columns, cells, strict=True) if v}
+    return above, found, {line.split()[0]: line for line in devices.splitlines()[2:]}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("gdn_300m", {}), ("hybrid_mamba2_8b", {"fsdp": 8, "tensor": 4, "data": 4}), ("gdn_1b", {"fsdp": 128, "zero": 1})],
+)
+def test_the_dry_run_predicts_the_memory_of_any_mesh(name, mesh):
+    above, parts, devices = memory(name, *((f"mesh.{axis}", str(size)) for axis, size in mesh.items()))
+    total = parts.pop("total")
+    for moment, size in total.items():
+        assert sum(part.get(moment, 0) for part in parts.values()) == pytest.approx(size, abs=0.06)
+    assert total["backward"] > total["update"] > parts["parameters"]["update"] + parts["moments"]["update"]
+    assert f"fsdp {mesh.get('fsdp', 1)} x tensor {mesh.get('tensor', 1)}" in above
+    assert list(devices) == ["MI300X", "MI325X", "MI355X", "H200"]
+
+
+def test_the_dry_run_says_what_fits_where():
+    above, parts, devices = memory("gdn_300m", ("checkpoint.every_steps", "10"))
+    assert "mesh.data is -1" in above and "128 rows at once" in above
+    assert parts["parameters"]["loss"] == round(4 * 307_767_232 / 2**30, 2)
+    assert f"copy of the state takes {12 * 307_767_232 / 2**30:.2f} GiB" in above
+    assert re.search(r"MI300X +192 +172\.8 +\d+\.\d +yes +128 +none$", devices["MI300X"])
+    assert re.search(r" no +64 +dots, \d+ periods$", devices["H200"])  # and half as many rows need no remat
+    assert "copy" not in memory("gdn_300m", ("checkpoint.every_steps", "0"))[0]
+
+
+def test_a_batch_that_does_not_fit_the_planned_mesh_is_one_line():
+    with pytest.raises(UserError, match=r"^config\.train\.global_batch_size: 1024 rows do not divide over 7 devices; "):
+        report.dry_run(config_of("gdn_300m", ("mesh.data", "7")))
+    with pytest.raises(UserError, match=r"^config\.train\.micro_batch_size: 5 does not divide the 128 rows"):
+        report.dry_run(config_of("gdn_300m", ("mesh.data", "8"), ("train.micro_batch_size", "5")))
+    assert "not predicted" in report.dry_run(config_of("gdn_300m", ("kernels.backend", "reference")))
 
 
 def test_tables_are_aligned():

@@ -13,37 +13,19 @@ C chunk.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from hybrid_jax.kernels import RESIDUAL
+from hybrid_jax.kernels import RESIDUAL, cuts
+from hybrid_jax.kernels.cuts import Cut
 from hybrid_jax.kernels.delta_rule import document_masks, document_starts, l2_normalize
 from hybrid_jax.kernels.precision import accumulator
 
-CHUNK = 64
-BLOCKS = 8
 
-
-class _Cut(NamedTuple):
-    """How a row is cut: `blocks` blocks of `chunks` chunks of `chunk` tokens (>= T tokens together)."""
-
-    blocks: int
-    chunks: int
-    chunk: int
-
-    @property
-    def tokens(self):
-        return self.chunks * self.chunk
-
-
-def _cut(length):
-    chunk = next(size for size in (16, 32, CHUNK) if size >= min(length, CHUNK))
-    total = -(-length // chunk)
-    chunks = -(-total // BLOCKS)
-    return _Cut(-(-total // chunks), chunks, chunk)
+def _cut(length: int) -> Cut:
+    return cuts.blocks_of(length, cuts.chunk_of(length, cuts.CHUNK))
 
 
 def _pad(x, cut):

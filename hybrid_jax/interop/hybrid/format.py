@@ -27,6 +27,7 @@ _TRAINING = (
     "mixer",
     "scan_layers",
     "remat",
+    "remat_layers",
     "loss_chunk_tokens",
     "z_loss",
 )

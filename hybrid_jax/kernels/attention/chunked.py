@@ -20,11 +20,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from hybrid_jax.kernels import RESIDUAL
+from hybrid_jax.kernels.cuts import block_sizes
 from hybrid_jax.kernels.documents import number_documents
 from hybrid_jax.kernels.precision import accumulator, einsum
-
-_LONG = 2048
-_SMALLEST = 128  # shorter blocks leave a GPU's matrix units idle
 
 
 def attention_chunked(q, k, v, segment_ids, scale: float):
@@ -40,20 +38,6 @@ def attention_chunked(q, k, v, segment_ids, scale: float):
     q = q.reshape(B, T + pad, G, H // G, K)
     o = _attention(scale, block_q, block_k, q, k, v, documents)
     return o.reshape(B, T + pad, H, -1)[:, :T]
-
-
-def block_sizes(T: int) -> tuple[int, int]:
-    """Tokens in a query block and in a key block; one is a multiple of the other.
-
-    Few large blocks are fastest on a GPU, as each pair reads and writes the accumulators. Where T is long,
-    the scores of such a pair would take more memory than the inputs.
-    """
-    if T <= 2 * _SMALLEST:
-        return T, T
-    block = _SMALLEST
-    while block * (4 if T <= _LONG else 8) < T:
-        block *= 2
-    return block, block if T <= _LONG else 256
 
 
 def _pairs(T: int, block_q: int, block_k: int, by_key: bool):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import triton
 
 from hybrid_jax.kernels import launch
+from hybrid_jax.kernels.cuts import chunk_of
 from hybrid_jax.kernels.delta.scans import scan
 
 # What the constants of a row of the tile tables may be: chunk length, widths of blocks of values and of channels.
@@ -137,11 +138,6 @@ class Plan(NamedTuple):
         return *tokens, states, leaving[:, :, order[-1]]
 
 
-def shape_class(K: int, dtype, least: int) -> str:
-    """The row of the tile tables for key dim K and the type of q, k and v; `least`: the smallest K with its own."""
-    return f"k{max(least, triton.next_power_of_2(K))}" + ("_fp32" if dtype == jnp.float32 else "")
-
-
 def make_plan(op: str, name: str, kernels: Mapping[str, Constants], q, v, packed: bool) -> Plan:
     """The plan for q [B,T,H,K] and v [B,T,HV,V] of one type, from shape class `name` of the tile tables of `op`.
 
@@ -160,7 +156,7 @@ def make_plan(op: str, name: str, kernels: Mapping[str, Constants], q, v, packed
             if constant in constants:
                 constants[constant] = min(constants[constant], max(16, triton.next_power_of_2(size)))
         tiles[row] = dataclasses.replace(tile, constants=tuple(constants.items()))
-    chunk = next(size for size in (16, 32, 64) if size >= min(T, largest))
+    chunk = chunk_of(T, largest)
     chunks = -(-T // chunk)
 
     def programs(row):

@@ -45,6 +45,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from hybrid_jax.kernels import RESIDUAL
+from hybrid_jax.kernels.cuts import triton_class
 from hybrid_jax.kernels.delta import plan as planning
 from hybrid_jax.kernels.delta.plan import Plan
 from hybrid_jax.kernels.delta.scans import reverse_scan, scan
@@ -73,7 +74,7 @@ _ROWS = {
 
 def shape_class(K: int, dtype) -> str:
     """The row of the tile tables for key dim K and the type of q, k and v."""
-    return planning.shape_class(K, dtype, least=32)
+    return triton_class("kda", K, jnp.dtype(dtype).itemsize)
 
 
 def _plan(q, v, packed: bool) -> Plan:

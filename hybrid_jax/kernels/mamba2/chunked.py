@@ -26,26 +26,21 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from hybrid_jax.kernels import RESIDUAL
+from hybrid_jax.kernels import RESIDUAL, cuts
 from hybrid_jax.kernels.documents import number_documents
 from hybrid_jax.kernels.precision import accumulator, einsum
-
-_BLOCKS = 8
 
 
 def ssd_chunked(x, dt, A, B, C, D, initial_state, segment_ids, chunk_size: int):
     """See hybrid_jax.kernels.mamba2.ssd."""
     T = x.shape[1]
-    chunk = min(chunk_size, T)
-    chunks = -(-T // chunk)
-    per_block = -(-chunks // _BLOCKS)
-    length = per_block * chunk
-    pad = -T % length
+    cut = cuts.blocks_of(T, min(chunk_size, T))
+    pad = -T % cut.tokens
     documents = number_documents(segment_ids)
     if pad:  # dt = 0 neither decays nor writes
         x, dt, B, C = (jnp.pad(z, ((0, 0), (0, pad)) + ((0, 0),) * (z.ndim - 2)) for z in (x, dt, B, C))
         documents = jnp.pad(documents, ((0, 0), (0, pad)), mode="edge")
-    y, final_state = _ssd(chunk, per_block, x, dt, A, B, C, D, initial_state, documents)
+    y, final_state = _ssd(cut.chunk, cut.chunks, x, dt, A, B, C, D, initial_state, documents)
     return y[:, :T], final_state
 
 

@@ -95,7 +95,9 @@ def table(found: Sequence[Collective]) -> list[tuple[str, ...]]:
     for one in found:
         types = ", ".join(dict.fromkeys(kind for kind, _ in one.arrays))
         groups.setdefault((one.kind, " x ".join(one.axes), types, one.where), []).append(one)
-    rows = [("collective", "over", "type", "inside", "count", "runs a step", "bytes a step, a device")]
+    rows: list[tuple[str, ...]] = [
+        ("collective", "over", "type", "inside", "count", "runs a step", "bytes a step, a device")
+    ]
     for key, members in sorted(groups.items(), key=lambda item: -sum(c.size * c.times for c in item[1])):
         runs, size = sum(c.times for c in members), sum(c.size * c.times for c in members)
         rows.append((*key, f"{len(members)}", f"{runs:,}", f"{size:,}"))
@@ -120,7 +122,7 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
 def _loops(computations: Mapping[str, Sequence[str]], entry: str) -> dict[str, tuple[Loop, ...]]:
     """The loops around each computation that `entry` reaches."""
     around: dict[str, tuple[Loop, ...]] = {}
-    waiting = [(entry, ())] if entry else [(name, ()) for name in computations]
+    waiting: list[tuple[str, tuple[Loop, ...]]] = [(entry, ())] if entry else [(name, ()) for name in computations]
     while waiting:
         name, loops = waiting.pop()
         if name in around or name not in computations:

@@ -11,11 +11,6 @@ from typing import IO
 
 from hybrid_jax.errors import UserError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 LOCK, WORKERS = "lock", "workers.lock"
 _WAIT_SECONDS = 30.0  # for workers whose command was killed: they end when they have heard of it
 
@@ -51,12 +46,12 @@ def hold_as_worker(folder: Path) -> IO[str] | None:
 
 def _taken(file: IO[str], alone: bool) -> bool:
     """Whether nobody else has it; others may, unless it is to be `alone`."""
-    if fcntl is None:
-        return True
     try:
+        import fcntl
+
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
     except BlockingIOError:
         return False
-    except OSError:  # no locks here
+    except (ImportError, OSError):  # no locks here
         pass
     return True

@@ -3,9 +3,10 @@
 It does not round as a GPU does: `tl.dot` of bf16 operands is wrong in it, so tests give it fp32.
 """
 
+import contextlib
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ def run(
     """
 
     def interpret(context, results, *arrays):
-        with _LOCK, np.errstate(all="ignore"):  # masked lanes overflow, as they do on a GPU
+        with _LOCK, _patched_once(), np.errstate(all="ignore"):  # masked lanes overflow, as they do on a GPU
             values = _interpret(kernel, names, tuple(map(np.asarray, arrays)), outputs, grid, constants)
         for result, value in zip(results, values, strict=True):
             np.asarray(result)[...] = value
@@ -40,6 +41,31 @@ def run(
     # Not jax.pure_callback: it makes jax arrays of its arguments, and when every thread of the CPU backend is in
     # such a callback, none is left to fill them (seen with eight devices on two cores, from 1 MB an array on).
     return tuple(buffer_callback(interpret, outputs)(*inputs))
+
+
+@contextlib.contextmanager
+def _patched_once() -> Iterator[None]:
+    """For one launch. Triton patches its language anew for each function that a kernel calls, once more for each call,
+    which took a quarter of the time."""
+    from triton.runtime import interpreter
+
+    patch = getattr(interpreter, "_patch_lang", None)  # private: another version may go without
+    if patch is None:
+        yield
+        return
+    patched: set[int] = set()
+
+    def once(function: Any) -> Any:
+        if id(function.__globals__) in patched:
+            return None
+        patched.add(id(function.__globals__))
+        return patch(function)
+
+    interpreter._patch_lang = once
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
 
 
 def _interpret(kernel, names, arrays, outputs, grid, constants) -> list[np.ndarray]:

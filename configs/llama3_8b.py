@@ -14,7 +14,6 @@ from hybrid_jax import recipes
 
 def get_config(variant: str = "") -> ml_collections.ConfigDict:
     config = recipes.llama3(layers=32, hidden_size=4096, intermediate_size=14_336, heads=32, rows=128, peak=3e-4)
-    config.model.remat = "dots"
     config.train.micro_batch_size = 2
     config.mesh.update(fsdp=8, zero=1)
     return recipes.finish(config, variant)

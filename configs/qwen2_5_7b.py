@@ -17,7 +17,7 @@ def get_config(variant: str = "") -> ml_collections.ConfigDict:
     config = recipes.qwen(
         layers=28, hidden_size=3584, intermediate_size=18_944, heads=28, kv_heads=4, rows=640, length=2048
     )
-    config.model.update(vocab_size=152_064, initializer_range=0.008, remat="dots")
+    config.model.update(vocab_size=152_064, initializer_range=0.008)
     config.model.gqa.bias = True
     config.data.prepare = recipes.fineweb_edu("100BT", "Qwen/Qwen2.5-7B")
     config.train.micro_batch_size = 10

@@ -16,7 +16,7 @@ def get_config(variant: str = "") -> ml_collections.ConfigDict:
     config = recipes.qwen(
         layers=28, hidden_size=2048, intermediate_size=6144, heads=16, kv_heads=8, rows=128, length=8192
     )
-    config.model.update(vocab_size=151_936, tie_word_embeddings=True, remat="dots")
+    config.model.update(vocab_size=151_936, tie_word_embeddings=True)
     config.model.gqa.qk_norm = True
     config.data.prepare = recipes.fineweb_edu("100BT", "Qwen/Qwen3-1.7B")
     config.train.micro_batch_size = 4

@@ -1,40 +1,30 @@
-"""Run by test_sharding.py in a process with 8 virtual CPU devices: trains one model on several meshes, and prints one
-JSON object about them.
+"""Run by test_sharding.py in a process with 8 virtual CPU devices, or in two with 4 each: trains one model on several
+meshes, and prints one JSON object about them.
 
-    python tests/mesh_worker.py PATTERN MESH [MESH ...]
+    python tests/mesh_worker.py FOLDER PATTERN MESH [MESH ...]
+
+Leaves the first gradients of each mesh in FOLDER/MESH.npz, and a checkpoint of the first one in FOLDER/checkpoints.
+Two processes read that one onto each of their meshes, and leave theirs in FOLDER/two.
 """
 
 import json
 import re
 import sys
 import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
-from hybrid_jax import checkpoint, feed, sharding, step
+from hybrid_jax import checkpoint, cluster, distributed, feed, sharding, step
 from hybrid_jax.config import Config
 from hybrid_jax.layers.context import count_positions
 from hybrid_jax.optimizer import leaf_paths
-from tests.tiny import tiny_config
+from tests.tiny import SIZES_TO_CUT, tiny_config
 
 STEPS = 20
-# Heads, groups and columns that four devices can share; K and V heads of GDN in groups.
-SIZES = {
-    "model__hidden_size": 32,
-    "model__gdn__num_heads": 4,
-    "model__gdn__num_v_heads": 8,
-    "model__kda__num_heads": 4,
-    "model__kda__num_v_heads": 4,
-    "model__mla__num_heads": 4,
-    "model__gqa__num_heads": 8,
-    "model__gqa__num_kv_heads": 4,
-    "model__mamba2__n_groups": 4,
-    "train__global_batch_size": 16,
-    "train__sequence_length": 40,  # no other axis has this size
-    "optimizer__learning_rate": 1e-3,  # AdamW's first steps make much of the rounding of small gradients
-}
 MESHES = {
     "one": {},
     "data": {"train__micro_batch_size": 1},
@@ -43,11 +33,11 @@ MESHES = {
     "cube": {"mesh__fsdp": 2, "mesh__tensor": 2, "train__micro_batch_size": 2},
     "tensor": {"mesh__tensor": 4},
 }
-PATTERN, *NAMES = sys.argv[1:]
+FOLDER, PATTERN, *NAMES = sys.argv[1:]
 
 
 def config_of(name: str) -> Config:
-    return tiny_config("/nonexistent", model__pattern=PATTERN, **SIZES, **MESHES[name])
+    return tiny_config("/nonexistent", model__pattern=PATTERN, **SIZES_TO_CUT, **MESHES[name])
 
 
 def programs_of(name: str) -> step.Programs:
@@ -105,55 +95,84 @@ def train(name: str):
             if k == 0:  # the gradients as they were before clipping, out of the first moments
                 clipped = min(1.0, cfg.optimizer.clip_norm / (found["norms"][0] + 1e-6))
                 scale = (1 - cfg.optimizer.b1) * clipped
-                moments = leaf_paths(jax.device_get(state["opt_state"]["mu"]))
+                moments = leaf_paths(whole(state["opt_state"]["mu"]))
                 gradients = {path: np.asarray(x, np.float64) / scale for path, x in moments}
+                np.savez(Path(FOLDER) / f"{name}.{jax.process_index()}.npz", **gradients)
     found["after"] = specs(state["params"])
     found["shard"] = {
         tree: sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state_part))
         for tree, state_part in (("params", state["params"]), ("mu", state["opt_state"]["mu"]))
     }
     found["shard"]["whole"] = sum(x.size for x in jax.tree.leaves(state["params"]))
-    return found, gradients
+    return found
+
+
+def whole(tree):
+    """Arrays of several processes, whole in each."""
+    return multihost_utils.process_allgather(tree, tiled=True) if jax.process_count() > 1 else jax.device_get(tree)
+
+
+def opened(folder):
+    return checkpoint.Checkpoints(folder, 1, {"pattern": ""}, lambda line: None)
+
+
+def same(a, b):
+    pairs = zip(jax.tree.leaves(whole(a)), jax.tree.leaves(whole(b)), strict=True)
+    return all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in pairs)
+
+
+def write(folder, state):
+    with opened(folder) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+
+
+def read(folder, there: step.Programs):
+    """The state in a checkpoint on the mesh of `there`, None if it does not lie as it should."""
+    with opened(folder) as checkpoints:
+        state = checkpoints.restore(there.state)[0]
+    return state if specs(state["params"]) == specs(there.state["params"]) else None
+
+
+def fresh(there: step.Programs):
+    with jax.set_mesh(there.mesh):
+        return there.init(there.cfg.train.seed)
 
 
 def reshard(names):
     """A checkpoint of the first mesh read onto each, and from there written and read onto the first again."""
     programs = {name: programs_of(name) for name in names}
     first = programs[names[0]]
-    with jax.set_mesh(first.mesh):
-        state = first.init(5)
-
-    def through(state, there):
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            checkpoint.Checkpoints(folder, 1, {"pattern": ""}, lambda line: None) as checkpoints,
-        ):
-            checkpoints.save(1, state)
-            checkpoints.wait()
-            return checkpoints.restore(there.state)[0]
-
-    def same(a, b):
-        pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-        return all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in pairs)
-
+    state, written = fresh(first), Path(FOLDER) / "checkpoints"
+    write(written, state)
     found = {}
     for name, there in programs.items():
-        got = through(state, there)
-        laid_out = specs(got["params"]) == specs(there.state["params"])
-        found[name] = same(got, state) and laid_out and same(through(got, first), state)
+        got = read(written, there)
+        with tempfile.TemporaryDirectory() as folder:
+            write(folder, got)
+            found[name] = same(got, state) and same(read(folder, first), state)
+    return found
+
+
+def across():
+    """The checkpoint of one process read onto each mesh of two, and written there."""
+    programs = {name: programs_of(name) for name in NAMES}
+    found = {}
+    for name, there in programs.items():
+        got = read(Path(FOLDER) / "checkpoints", there)
+        found[name] = same(got, fresh(there))
+        write(Path(FOLDER) / "two" / name, got)
     return found
 
 
 def main():
-    results, gradients = {"devices": len(jax.devices())}, {}
-    for name in ("one", *NAMES):
-        results[name], gradients[name] = train(name)
-        results[name]["gradients"] = {
-            path: float(np.sqrt(np.mean((gradients[name][path] - g) ** 2) / np.mean(g**2)))
-            for path, g in gradients["one"].items()
-        }
-    results["reshard"] = reshard([*NAMES, "one"])
-    json.dump(results, sys.stdout)
+    several = distributed.initialize(cluster.find())
+    results = {"devices": len(jax.devices()), "processes": jax.process_count()}
+    for name in NAMES if several else ("one", *NAMES):
+        results[name] = train(name)
+    results["reshard"] = across() if several else reshard([*NAMES, "one"])
+    if distributed.is_main():
+        json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import pytest
 from hybrid_jax import checkpoint, manifest, schema, sharding, signals
 from hybrid_jax.config import MeshConfig
 from hybrid_jax.errors import UserError
+from tests.processes import free_port
 
 ROOT = Path(__file__).parents[1]
 META = {
@@ -595,9 +596,7 @@ except UserError as error:
 
 
 def test_a_process_that_dies_in_a_save_is_named_and_the_older_checkpoint_stays(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     began = time.monotonic()
     processes = [

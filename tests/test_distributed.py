@@ -14,6 +14,7 @@ import pytest
 from hybrid_jax import distributed, signals
 from hybrid_jax.cluster import Member
 from hybrid_jax.errors import UserError
+from tests.processes import free_port
 from tests.test_supervisor import ends
 
 
@@ -141,9 +142,7 @@ class Pair:
     """Two processes of one run on this machine, each a program of its own."""
 
     def __init__(self, folder, environment, *more):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.folder = folder
         arguments = [
             "--config=tests/chaos/config.py", "--platform=cpu", "--config.data.source=synthetic", "--num_processes=2",

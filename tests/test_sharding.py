@@ -4,17 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from hybrid_jax import sharding, step
+from hybrid_jax import checkpoint, sharding, step
 from hybrid_jax.config import MeshConfig
 from hybrid_jax.errors import UserError
 from hybrid_jax.kernels import dispatch
-from tests.tiny import EVERY_KIND, tiny_config
+from tests.processes import free_port
+from tests.tiny import EVERY_KIND, SIZES_TO_CUT, tiny_config
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,20 +62,44 @@ def test_axes_that_do_not_divide_are_left_out():
     assert dispatch.fitted(both, (5, 3), {"fsdp": 4, "tensor": 2, "data": 2}) == PartitionSpec()
 
 
-def worker(pattern, *names):
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",  # compiles faster
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [sys.executable, "tests/mesh_worker.py", pattern, *names]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
-    assert run.returncode == 0, run.stderr[-3000:]
-    found = json.loads(run.stdout)
-    found["warned"] = "Involuntary full rematerialization" in run.stderr
-    assert found["devices"] == 8
+def worker(folder, pattern, *names, processes=1):
+    """What mesh_worker.py finds; "warned": of arrays that the compiler makes whole."""
+    port = str(free_port())
+
+    def environment(index):
+        joined = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(processes)}
+        return {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            # The other compiles faster.
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // processes} --xla_backend_optimization_level=0",
+            "PYTHONPATH": str(ROOT),
+            **({**joined, "JAX_PROCESS_ID": str(index)} if processes > 1 else {}),
+        }
+
+    command = [sys.executable, "tests/mesh_worker.py", str(folder), pattern, *names]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, cwd=ROOT, env=environment(i), **pipes) for i in range(processes)]
+    with ThreadPoolExecutor(processes) as pool:
+        said = list(pool.map(lambda process: process.communicate(timeout=1800), started))
+    for process, (_, error) in zip(started, said, strict=True):
+        assert process.returncode == 0, error[-3000:]
+    found = json.loads(said[0][0].splitlines()[-1])  # gloo says something before
+    found["warned"] = any("Involuntary full rematerialization" in error for _, error in said)
+    assert (found["devices"], found["processes"]) == (8, processes)
+    for name in (name for name in found if name in MESHES):
+        found[name]["gradients"] = {
+            path: float(np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2)))
+            for path, expected, got in gradients(folder, name)
+        }
     return found
+
+
+def gradients(folder, name):
+    """(path, of one device, of a mesh) of the first step."""
+    with np.load(folder / "one.0.npz") as one, np.load(folder / f"{name}.0.npz") as many:
+        assert set(one) == set(many)
+        return [(path, one[path], many[path]) for path in one]
 
 
 MESHES = {
@@ -84,14 +111,22 @@ MESHES = {
 }
 
 
-@pytest.fixture(scope="module")
-def quick():
-    return worker("GA-GA-", "data", "cube")
+QUICK = "GA-GA-"
 
 
 @pytest.fixture(scope="module")
-def every():
-    return worker(2 * EVERY_KIND, *MESHES)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("meshes")
+
+
+@pytest.fixture(scope="module")
+def quick(folder):
+    return worker(folder, QUICK, "data", "cube")
+
+
+@pytest.fixture(scope="module")
+def every(tmp_path_factory):
+    return worker(tmp_path_factory.mktemp("every"), 2 * EVERY_KIND, *MESHES)
 
 
 def check_equal(results, name):
@@ -115,6 +150,22 @@ def test_a_mesh_computes_what_one_device_does(quick, name):
 @pytest.mark.parametrize("name", MESHES)
 def test_every_mesh_computes_what_one_device_does_with_every_kind_of_sublayer(every, name):
     check_equal(every, name)
+
+
+@pytest.mark.slow
+def test_two_processes_of_four_devices_compute_what_one_device_does(quick, folder):
+    """On a mesh whose every axis but "tensor" goes through both, and back: the checkpoint of one process is read by
+    two, and theirs by one."""
+    two = worker(folder, QUICK, "cube", processes=2)
+    check_equal({"one": quick["one"], **two}, "cube")
+    assert two["reshard"] == {"cube": True} and not two["warned"]
+    cfg = tiny_config("/nonexistent", model__pattern=QUICK, **SIZES_TO_CUT)
+    alone = step.Programs(cfg, sharding.make_mesh(MeshConfig(), jax.devices()[:1]))
+    with jax.set_mesh(alone.mesh):
+        expected = alone.init(cfg.train.seed)
+    with checkpoint.Checkpoints(folder / "two" / "cube", 1, {"pattern": ""}, print) as checkpoints:
+        got = checkpoints.restore(alone.state)[0]
+    assert jax.tree.all(jax.tree.map(np.array_equal, got, expected))
 
 
 def test_specs_of_parameters_and_moments(quick):

@@ -24,6 +24,7 @@ from hybrid_jax.config import MeshConfig
 from hybrid_jax.data.store import StoreWriter
 from hybrid_jax.errors import UserError
 from hybrid_jax.kernels import dispatch
+from tests.processes import free_port
 from tests.tiny import EVERY_KIND, tiny_config
 
 ROOT = Path(__file__).parents[1]
@@ -492,14 +493,6 @@ def _start(folder, index, port, stop_at):
     )
 
 
-def _free_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_two_processes_go_on_from_one_equal_it_stop_together_and_resume_as_one(tmp_path):
     _write_stores(tmp_path)
     one = small_run(tmp_path / "one")
@@ -507,7 +500,7 @@ def test_two_processes_go_on_from_one_equal_it_stop_together_and_resume_as_one(t
     (tmp_path / "two" / "checkpoints").mkdir(parents=True)  # the two go on from what one has written
     shutil.copytree(tmp_path / "one" / "checkpoints" / "3", tmp_path / "two" / "checkpoints" / "3")
     shutil.copy(tmp_path / "one" / "metrics.jsonl", tmp_path / "two")
-    port = _free_port()
+    port = free_port()
     processes = [_start(tmp_path / "two", index, port, 5) for index in range(2)]
     try:
         deadline = time.monotonic() + 240

@@ -6,6 +6,21 @@ from typing import Any
 from hybrid_jax import config as config_lib
 
 EVERY_KIND = "*GKSA-"  # of sublayer; twice over, they are stacked and scanned
+# Heads, groups and columns that four devices can share; K and V heads of GDN in groups.
+SIZES_TO_CUT = {
+    "model__hidden_size": 32,
+    "model__gdn__num_heads": 4,
+    "model__gdn__num_v_heads": 8,
+    "model__kda__num_heads": 4,
+    "model__kda__num_v_heads": 4,
+    "model__mla__num_heads": 4,
+    "model__gqa__num_heads": 8,
+    "model__gqa__num_kv_heads": 4,
+    "model__mamba2__n_groups": 4,
+    "train__global_batch_size": 16,
+    "train__sequence_length": 40,  # no other axis has this size
+    "optimizer__learning_rate": 1e-3,  # AdamW's first steps make much of the rounding of small gradients
+}
 
 
 def tiny_config(workdir: Path | str, **overrides: Any) -> config_lib.Config:

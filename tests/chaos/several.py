@@ -2,7 +2,6 @@
 
 import random
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from tests.chaos import outcome, training
 from tests.chaos.outcome import Trial, last_step
 from tests.chaos.process import Process
 from tests.chaos.training import LIMIT, workdir
+from tests.processes import free_port
 
 HEARTBEAT_SECONDS = 10
 
@@ -57,9 +57,7 @@ def _finish(store: Path, trial: Trial) -> None:
 
 
 def _start(store: Path, trial: Trial, last: bool = False) -> list[Process]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def named(index: int) -> dict[str, str]:
         names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")

@@ -147,7 +147,7 @@ def compiled(config: Config) -> str:
         rows.append((name, f"{size:,}", f"{size / 2**30:.2f}"))
     lines = aligned(rows)
     if jax.default_backend() == "cpu":
-        lines.append("Compiled for the CPU, which keeps bf16 matmul inputs in fp32: an upper bound for a GPU.")
+        lines.append("Compiled for the CPU, which makes fp32 of bf16, also of what is sent: an upper bound for a GPU.")
     count, found = jax.device_count(), collectives.read(executable.as_text() or "", dict(mesh.shape))
     if not found:
         return "\n".join([*lines, "", f"collectives: none ({count} device{'s'[: count > 1]})"])

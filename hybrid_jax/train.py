@@ -243,9 +243,9 @@ class Training:
         if start >= steps:
             self.console.phase(f"step {start} of {steps} is done already; raise config.train.steps to go on")
             return
-        self.console.phase("compiling the training step")
         if note := gemm_cache.note():
-            self.console.text(f"gemm cache  {note}")
+            self.console.phase(f"gemm cache: {note}")
+        self.console.phase("compiling the training step")
         step_fn = self.programs.compile_step()
         self._keep_choices()
         if self.checkpoints:

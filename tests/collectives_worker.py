@@ -16,7 +16,7 @@ import jax
 from hybrid_jax import collectives, sharding, step
 from tests.tiny import tiny_config
 
-# No weight has an axis as long as a row, and rows differ from shards of anything.
+# No axis of a weight is a multiple of a row's length.
 SIZES = {
     "model__vocab_size": 88,
     "model__hidden_size": 32,
@@ -32,7 +32,7 @@ SIZES = {
     "model__mamba2__n_groups": 4,
     "train__compute_dtype": "bfloat16",
     "train__global_batch_size": 16,
-    "train__sequence_length": 40,
+    "train__sequence_length": 56,
 }
 MESHES = {  # each with two accumulation steps
     "data": {"train__micro_batch_size": 1},

@@ -170,3 +170,23 @@ def test_the_installed_xla_knows_the_flags_and_takes_them(tmp_path):
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout == "42\n", done.stderr
+
+
+def test_a_run_says_what_becomes_of_the_folder(tmp_path, monkeypatch, capsys):
+    """The lines of a run whose GPU is faked: what is read, and what is kept when the step is compiled."""
+    from hybrid_jax import train
+    from hybrid_jax.step import Programs
+    from tests.tiny import tiny_config
+
+    prepared, _ = start(tmp_path / "kept")
+    compile_step = Programs.compile_step
+
+    def compile_and_choose(programs):
+        compiled(prepared)
+        return compile_step(programs)
+
+    monkeypatch.setattr(Programs, "compile_step", compile_and_choose)
+    train.run(tiny_config(tmp_path / "run", model__pattern="-", train__steps=1, optimizer__warmup_steps=1))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "gemm cache" in line]
+    assert len(lines) == 2 and "none of this GPU in" in lines[0] and f"kept in {prepared.file}" in lines[1]
+    assert prepared.file.read_bytes().endswith(CHOICES)

@@ -8,7 +8,6 @@ Two processes read that one onto each of their meshes, and leave theirs in FOLDE
 """
 
 import json
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from hybrid_jax import checkpoint, cluster, distributed, feed, sharding, step
+from hybrid_jax import checkpoint, cluster, collectives, distributed, feed, sharding, step
 from hybrid_jax.config import Config
 from hybrid_jax.layers.context import count_positions
 from hybrid_jax.optimizer import leaf_paths
@@ -66,17 +65,14 @@ def batches(cfg, programs):
         yield placement.place({key: np.ascontiguousarray(a[placement.rows]) for key, a in arrays.items()})
 
 
-def collectives(text: str) -> list[tuple[str, list[int], bool]]:
-    """(kind, shape of a result, whether it is in a loop) of each array that a compiled program's collectives give."""
-    found, in_loop = [], False
-    for line in text.splitlines():
-        if line and not line[0].isspace():
-            in_loop = not line.startswith("ENTRY")
-        match = re.search(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", line)
-        if match:
-            for shape in re.findall(r"\w+\[([\d,]*)\]", match[1]):
-                found.append((match[2], [int(n) for n in shape.split(",") if n], in_loop))
-    return found
+def sent(compiled, mesh) -> list[tuple[str, list[int], bool, str]]:
+    """(kind, shape of a result, whether it is in a loop, where it comes from) of each array that a compiled program's
+    collectives give."""
+    return [
+        (one.kind, list(shape), bool(one.loops), one.scope)
+        for one in collectives.read(compiled.as_text(), dict(mesh.shape))
+        for _, shape in one.arrays
+    ]
 
 
 def train(name: str):
@@ -87,7 +83,7 @@ def train(name: str):
         state = programs.init(cfg.train.seed)
         found["params"], found["mu"] = specs(state["params"]), specs(state["opt_state"]["mu"])
         compiled = programs.compile_step()
-        found["collectives"] = collectives(compiled.as_text())
+        found["collectives"] = sent(compiled, programs.mesh)
         for k, batch in enumerate(batches(cfg, programs)):
             state, numbers = compiled(state, batch, programs.stop_flags(0))
             found["losses"].append(float(numbers["loss"]))

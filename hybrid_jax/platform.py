@@ -44,19 +44,9 @@ class Setting:
 _COMBINED = f"{256 * 2**20}"  # bytes
 
 
-def _overlap(platform: str) -> tuple[Setting, ...]:
-    """Collectives behind compute. Asynchronous they are by default; what is left is when they may start and how large
-    they are. XLA joins up to 30 MB by default, which for layers of some billion parameters is one matrix at a time."""
-    weights, gradients = "a sublayer's weights arrive in one gather", "a sublayer's gradients leave in one sum"
-    return (
-        Setting("--xla_gpu_enable_latency_hiding_scheduler", "true", platform, "overlaps collectives with compute"),
-        Setting(
-            "--xla_gpu_enable_pipelined_all_gather", "true", platform, "fetches the next layer's weights meanwhile"
-        ),
-        Setting("--xla_gpu_all_gather_combine_threshold_bytes", _COMBINED, platform, weights),
-        Setting("--xla_gpu_reduce_scatter_combine_threshold_bytes", _COMBINED, platform, gradients),
-        Setting("--xla_gpu_all_reduce_combine_threshold_bytes", _COMBINED, platform, f"{gradients}, of copies"),
-    )
+def _hiding(platform: str) -> Setting:
+    reason = "overlaps collectives with compute"
+    return Setting("--xla_gpu_enable_latency_hiding_scheduler", "true", platform, reason)
 
 
 SETTINGS = (
@@ -68,7 +58,13 @@ SETTINGS = (
         "and leave bf16 weight gradients to plain loops (0.11.2: 11 times slower)",
     ),
     Setting("--xla_gpu_enable_command_buffer", "", "rocm", "HIP graphs segfault (openxla/xla#46952)"),
-    *_overlap("rocm"),
+    # Collectives are asynchronous by default. XLA joins up to 30 MB of them, which of layers of some billion parameters
+    # is one matrix at a time.
+    _hiding("rocm"),
+    Setting("--xla_gpu_enable_pipelined_all_gather", "true", "rocm", "fetches the next layer's weights meanwhile"),
+    Setting("--xla_gpu_all_gather_combine_threshold_bytes", _COMBINED, "rocm", "a sublayer's weights in one gather"),
+    Setting("--xla_gpu_reduce_scatter_combine_threshold_bytes", _COMBINED, "rocm", "a sublayer's gradients in one sum"),
+    Setting("--xla_gpu_all_reduce_combine_threshold_bytes", _COMBINED, "rocm", "the same, of copies"),
     Setting("--xla_gpu_enable_triton_gemm", "false", "rocm", "matmuls by hipBLASLt, as AMD's training images do"),
     Setting("--xla_gpu_enable_cublaslt", "true", "rocm", "means hipBLASLt there"),
     Setting("--xla_gpu_autotune_level", "4", "rocm", "some images carry 0, which changes results (ROCm/jax#467)"),
@@ -86,7 +82,7 @@ SETTINGS = (
             ("terminate", "1800", "nor to abort, as after 40 s; a process that died is found by its heartbeat"),
         )
     ),
-    *_overlap("cuda"),
+    _hiding("cuda"),
     Setting("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9", "cuda", "jax takes 0.75; NCCL and cuBLAS need the rest"),
 )
 

@@ -31,15 +31,16 @@ def test_the_users_flags_and_variables_win():
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in new
 
 
-@pytest.mark.parametrize("name", ["rocm", "cuda"])
-def test_collectives_overlap_with_compute(name):
-    flags = dict(flag.split("=", 1) for flag in platform.environment(name, {})["XLA_FLAGS"].split())
-    assert flags["--xla_gpu_enable_latency_hiding_scheduler"] == "true"
-    assert flags["--xla_gpu_enable_pipelined_all_gather"] == "true"
-    sizes = {
-        flags[f"--xla_gpu_{kind}_combine_threshold_bytes"] for kind in ("all_gather", "reduce_scatter", "all_reduce")
-    }
-    assert sizes == {str(256 * 2**20)}
+def test_collectives_overlap_with_compute():
+    cuda, rocm = (
+        dict(flag.split("=", 1) for flag in platform.environment(name, {})["XLA_FLAGS"].split())
+        for name in ("cuda", "rocm")
+    )
+    assert cuda["--xla_gpu_enable_latency_hiding_scheduler"] == "true"
+    assert rocm["--xla_gpu_enable_latency_hiding_scheduler"] == "true"
+    assert rocm["--xla_gpu_enable_pipelined_all_gather"] == "true"
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    assert {rocm[f"--xla_gpu_{kind}_combine_threshold_bytes"] for kind in kinds} == {str(256 * 2**20)}
 
 
 def test_virtual_devices_win_over_what_was_asked_for_before(monkeypatch):

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 try:
     from absl import flags
 
-    from hybrid_jax import cluster, config_file, gemm_cache, platform, supervisor
+    from hybrid_jax import cluster, command, config_file, gemm_cache, platform, supervisor
     from hybrid_jax.config import Config, fields
     from hybrid_jax.errors import UserError
     from hybrid_jax.rank_logs import RankLogs
@@ -191,8 +191,9 @@ def run(arguments: list[str], supervise: bool = False) -> int:
 def _show(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # the reader has seen enough, as in `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if code := command.unprinted(error):
+            raise SystemExit(code) from None
 
 
 def find_group(values: flags.FlagValues) -> cluster.Group | None:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -53,6 +54,18 @@ def within_memory(run: Callable[[], T], remedy: str) -> T:
         raise UserError(f"the device's memory does not hold this: {remedy}") from None
 
 
+def unprinted(error: OSError) -> int:
+    """The exit code where standard output could not be written: 0 if its reader wants no more of it, as `head`, else
+    2 after one line. Raises the error again if it is of another kind."""
+    if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
+        raise error
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else what is in the buffer fails at exit
+    if error.errno == errno.EPIPE:
+        return 0
+    print(f"error: standard output: {error.strerror}", file=sys.stderr)
+    return 2
+
+
 def main(run: Callable[[Sequence[str]], int], arguments: Sequence[str], stopped: str) -> int:
     """`run` with a UserError as one line on stderr and exit code 2. Ctrl-C and SIGTERM end it with 130 and the words
     `stopped`, after what it does to clear up. Output that its reader wants no more of, as `head`, ends it with 0."""
@@ -69,9 +82,10 @@ def main(run: Callable[[Sequence[str]], int], arguments: Sequence[str], stopped:
     except KeyboardInterrupt:
         print(f"\nstopped: {stopped}", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else what is in the buffer fails at exit
-        return 0
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        return unprinted(error)
     finally:
         if old is not None:
             signal.signal(signal.SIGTERM, old)

@@ -4,7 +4,6 @@ Milestones are configs/milestones/NAME.json: losses by step and source, tokens p
 accuracies.
 """
 
-import argparse
 import difflib
 import json
 import statistics
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hybrid_jax import command
 from hybrid_jax import config as config_lib
 from hybrid_jax.errors import UserError
 from hybrid_jax.evaluation import results
@@ -147,20 +147,21 @@ def of_model(config: dict[str, Any], folders: Sequence[Path] = FOLDERS[:1]) -> s
 
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m hybrid_jax.compare", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    return command.main(run, arguments, "nothing was read to its end")
+
+
+def run(arguments: Sequence[str]) -> int:
+    parser = command.Parser("compare", __doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--to", required=True, help="a config's name, such as gdn_300m")
     options = parser.parse_args(arguments)
-    try:
-        milestones = load_milestones(options.to)
-        config = _config(options.run)
-        evaluation = results.newest(options.run)
-        print(table(load_run(options.run), milestones, _tokens_per_step(config), evaluation))
-        for line in differences(config, options.to):
-            print(line)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    milestones = load_milestones(options.to)
+    config = _config(options.run)
+    evaluation = results.newest(options.run)
+    print(table(load_run(options.run), milestones, _tokens_per_step(config), evaluation))
+    for line in differences(config, options.to):
+        print(line)
+    sys.stdout.flush()
     return 0
 
 

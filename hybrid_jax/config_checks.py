@@ -206,6 +206,11 @@ def _check_data(config: Config) -> None:
         raise UserError(
             "config.data.path: empty; data.source 'files' needs a folder or a glob such as 'corpus/**/*.txt'"
         )
+    if data.path and data.source not in ("files", "store"):
+        raise UserError(
+            f"config.data.path: {data.path!r}, but data.source {data.source!r} has its own text; set data.source to "
+            "store or files, or leave the path empty"
+        )
     if not 0.0 <= data.validation_fraction < 1.0:
         raise UserError(f"config.data.validation_fraction: {data.validation_fraction} is not in [0, 1)")
     if data.validation_path and data.source not in ("files", "store"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import ml_collections
 
-from hybrid_jax.config import Config, resolve, typed_value, unknown_key
+from hybrid_jax.config import Config, DataConfig, resolve, typed_value, unknown_key
 from hybrid_jax.errors import UserError
 
 
@@ -52,8 +52,11 @@ def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
     """
     path, variant = split(spec)
     values = _read_json(path) if path.suffix == ".json" else _run_file(path, variant).to_dict()
+    overrides = list(overrides)
     for key, text in overrides:
         _override(values, key, text)
+    if {"data.path", "data.source"} & {key for key, _ in overrides} == {"data.path"}:
+        _read_path(values["data"])
     config = resolve(values)
     if not config.workdir:
         stem = path.absolute().parent.name if path.suffix == ".json" else path.stem
@@ -61,6 +64,15 @@ def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
         parts = [part for part in (config.workspace, config.group, config.user, name) if part]
         config = dataclasses.replace(config, workdir="/".join(parts))
     return config
+
+
+def _read_path(data: dict[str, Any]) -> None:
+    """Has a path that was given alone read, where the config's own source would not: as files where there are such,
+    else as a store."""
+    if data["path"] and data.get("source", DataConfig.source) not in ("files", "store"):
+        first = data["path"].split(",")[0]
+        text = any(sign in first for sign in "*?[") or Path(first).expanduser().exists()
+        data["source"] = "files" if text else "store"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -194,6 +195,11 @@ def open(run: str | Path, step: int = 0, log: Callable[[str], None] = say) -> Tr
     if not steps:
         if folder == given and not (given / "config.json").exists():
             raise UserError(f"{given}: is not a run: it holds no checkpoints folder, and no checkpoint")
+        if _writes_none(given / "config.json"):
+            raise UserError(
+                f"{given}: the run writes no checkpoint (config.checkpoint.every_steps is 0, as with ':smoke'); train "
+                "one with --config.checkpoint.every_steps=N"
+            )
         raise UserError(f"{folder}: holds no checkpoint; wait for the first one (config.checkpoint.every_steps)")
     if step:
         if step not in steps:
@@ -266,6 +272,14 @@ def _index(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(saved, dict):
         raise _Damaged(folder, "its index is damaged")
     return dict(found.custom_metadata or {}), saved
+
+
+def _writes_none(config: Path) -> bool:
+    """Whether this is the config of a run without checkpoints."""
+    try:
+        return json.loads(config.read_text(encoding="utf-8"))["checkpoint"]["every_steps"] == 0
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def _listed(steps: list[int]) -> str:

@@ -42,7 +42,7 @@ def test_importing_the_configuration_does_not_import_jax():
 
 
 def test_round_trip_through_dicts_and_json():
-    config = resolved(("train.steps", "7"), ("data.path", "a b"))
+    config = resolved(("train.steps", "7"), ("data.path", "a b"), ("data.source", "files"))
     again = config_lib.resolve(json.loads(json.dumps(config_lib.to_dict(config))))
     assert again == config
     assert hash(again.model) == hash(config.model)
@@ -395,6 +395,23 @@ def test_the_workdir_follows_the_file_and_the_variant():
     assert resolved(*shared).workdir == "/shared/runs/hybrids/ada/tiny_hybrid"
     assert resolved(*shared[::2]).workdir == "/shared/runs/ada/tiny_hybrid"
     assert resolved(*shared, ("workdir", "/x")).workdir == "/x"
+
+
+def test_a_path_that_is_given_alone_is_read(tmp_path):
+    """And not left aside for the text that a config, or its smoke variant, would train on without it."""
+    store, smoke = str(tmp_path / "corpus"), f"{CONFIGS / 'gdn_300m.py'}:smoke"
+    assert config_file.load(smoke).data.source == "python"
+    for path, source in [
+        (store, "store"),
+        (f"{store}:0.7,{store}2:0.3", "store"),
+        (str(tmp_path), "files"),
+        (f"{tmp_path}/**/*.txt", "files"),
+        ("", "python"),
+    ]:
+        found = config_file.load(smoke, [("data.path", path)]).data
+        assert (found.path, found.source) == (path, source)
+    said = message(("data.path", store), ("data.source", "python"))
+    assert "config.data.path" in said and "data.source 'python' has its own text" in said
 
 
 def test_loading_a_config_leaves_no_bytecode(tmp_path):

@@ -109,6 +109,10 @@ def test_what_is_refused(run, tmp_path):
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").mkdir()
     refused(run, "holds no checkpoint; wait")
+    config = json.loads((run / "config.json").read_text())
+    config.setdefault("checkpoint", {})["every_steps"] = 0
+    (run / "config.json").write_text(json.dumps(config))
+    refused(run, "writes no checkpoint .*as with ':smoke'")
 
 
 def test_another_schema_is_refused(run, monkeypatch):

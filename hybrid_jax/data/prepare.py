@@ -24,8 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybrid_jax import signals
-from hybrid_jax.command import Parser
+from hybrid_jax import command, signals
 from hybrid_jax.data import locks, train_tokenizer
 from hybrid_jax.data.inputs import ACCEPTED, Source, cut, find, sources
 from hybrid_jax.data.join import Joined, NoStore, join
@@ -149,8 +148,9 @@ def run(options: argparse.Namespace) -> int:
                 raise
             what = "no part was whole yet, nothing is kept"
             if kept:
-                command = "the same command" + ", without --overwrite," * options.overwrite
-                what = f"{kept} whole parts are kept in {folder}; {command} goes on from there"
+                same = "the same command" + ", without --overwrite," * options.overwrite
+                parts = "1 whole part is" if kept == 1 else f"{kept} whole parts are"
+                what = f"{parts} kept in {folder}; {same} goes on from there"
             print(f"\nstopped: {what}", file=sys.stderr)
             return 130
 
@@ -301,7 +301,7 @@ def _report(prefixes: Sequence[str], vocab: Vocabulary, joined: Sequence[Joined]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser("data.prepare", __doc__)
+    parser = command.Parser("data.prepare", __doc__)
     add, append = parser.add_argument, argparse.BooleanOptionalAction
     add("--input", nargs="+", metavar="PATH", help=f"files, folders or globs ({ACCEPTED})")
     add("--dataset", metavar="NAME[:CONFIG]", help="of the Hugging Face hub, streamed, or a local folder of that kind")
@@ -331,6 +331,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {_printable(' '.join(str(error).splitlines()))}", file=sys.stderr)
         return 2
     except OSError as error:  # before anything was begun
+        if error.filename is None:
+            return command.unprinted(error)
         print(f"error: {_printable(str(error.filename))}: {error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

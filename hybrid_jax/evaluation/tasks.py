@@ -132,8 +132,8 @@ def _known(name: str, known: Sequence[str]) -> tuple[list[str], str]:
         found = pattern_match([name], known)
         return found, "" if found else f"{name}: no task of lm-evaluation-harness has such a name"
     near = difflib.get_close_matches(name, known, n=3)
-    hint = f"did you mean {', '.join(near)}?" if near else "`python -m lm_eval ls tasks` lists them"
-    return [], f"{name}: unknown task; {hint} A task of your own is given by its .yaml file or folder."
+    hint = f"did you mean {', '.join(near)}" if near else "`python -m lm_eval ls tasks` lists them"
+    return [], f"{name}: unknown task; {hint}; a task of your own is given by its .yaml file or folder"
 
 
 def _strangers(file: str, known: Sequence[str]) -> str:
@@ -158,6 +158,10 @@ def _what(name: str, error: Exception) -> str:
             f"{name}: its data is not on this machine, and the Hugging Face hub cannot be reached; open it once where "
             "there is network and copy that machine's ~/.cache/huggingface, or give a task with local data"
         )
+    if isinstance(error, StopIteration):
+        return f"{name}: its data is empty; give one example a line"
+    if type(error).__name__ == "ArrowInvalid":
+        return f"{name}: its data is no JSON with one example a line: {said}"
     if isinstance(error, yaml.MarkedYAMLError):
         return f"{name}: is no valid YAML: {said}"
     return f"{name}: cannot be opened: {said if len(said) < 300 else said[:300] + ' ...'} ({type(error).__name__})"

@@ -14,6 +14,7 @@ from tests.written_tasks import write_choice
 
 pytestmark = pytest.mark.lm_eval
 ROOT = Path(__file__).parents[2]
+LOCAL = "task: x\noutput_type: multiple_choice\ndataset_path: json\ndataset_kwargs: {data_files: "
 
 
 @pytest.fixture(autouse=True)
@@ -58,19 +59,22 @@ def test_local_tasks_need_no_hub(tmp_path):
         ("- task", "is no task: it holds no keys"),
         ("output_type: multiple_choice", "is no task: it has neither the key 'task' nor 'group'"),
         ("task: x\noutput_type: chess\ndataset_path: json", "cannot be opened: .*chess"),
-        ("task: x\noutput_type: multiple_choice\ndataset_path: json", "cannot be opened: "),
+        ("task: x\noutput_type: multiple_choice\ndataset_path: json", "its data is no JSON with one example a line: "),
         ("task: x\nthe_answer: 42", "cannot be opened: .*the_answer"),
         (
-            "task: x\noutput_type: multiple_choice\ndataset_path: json\ndataset_kwargs: {data_files: /no/file.json}",
+            f"{LOCAL}/no/file.json}}",
             "cannot be opened: .*/no/file.json",
         ),
+        (f"{LOCAL}EMPTY}}", "its data is empty"),
+        (f"{LOCAL}{ROOT}/Makefile}}", "its data is no JSON with one example a line: "),
         (None, "no such file or folder"),
     ],
 )
 def test_a_task_file_that_is_broken(tmp_path, content, said):
     path = tmp_path / "task.yaml"
     if content is not None:
-        path.write_text(content)
+        (tmp_path / "empty.jsonl").touch()
+        path.write_text(content.replace("EMPTY", str(tmp_path / "empty.jsonl")))
     with pytest.raises(UserError, match=said) as error:
         load(path)
     assert str(error.value).startswith(f"--tasks: {path}: ") and "\n" not in str(error.value)
@@ -94,7 +98,7 @@ def test_a_field_that_the_data_has_not(tmp_path, monkeypatch):
             load(other)
     (tmp_path / "group.yaml").write_text("group: all\ntask: [first, fist]\n")
     said = tasks._strangers(str(tmp_path / "group.yaml"), ["first"])
-    assert said.startswith(f"{tmp_path}/group.yaml: its member fist: unknown task; did you mean first?")
+    assert said.startswith(f"{tmp_path}/group.yaml: its member fist: unknown task; did you mean first; a task of")
     path.write_text(path.read_text() + "unsafe_code: true\n")
     with pytest.raises(UserError, match="first: runs code that the model writes"):
         load(path)

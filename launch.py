@@ -204,7 +204,7 @@ def find_group(values: flags.FlagValues) -> cluster.Group | None:
     return cluster.find(values.coordinator_address, values.num_processes, values.process_id, values.local_device_ids)
 
 
-def start_devices(values: flags.FlagValues, group: cluster.Group | None, gemm_folder: str) -> None:
+def start_devices(values: flags.FlagValues, group: cluster.Group | None, gemm_folder: str = "") -> None:
     """Sets the environment, imports jax, joins the other processes. Raises UserError."""
     name = platform.prepare(values.platform or "", several=group is not None, virtual_devices=values.virtual_devices)
     if not values.platform and not values.virtual_devices:

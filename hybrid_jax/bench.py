@@ -17,6 +17,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -132,7 +133,7 @@ class Stop(StopRequest):
     def _received(self, number: int) -> None:
         if self._heard:
             os._exit(128 + number)  # a compiler's threads may hold locks
-        self._heard = True
+        self._heard = time.monotonic()
 
 
 # What is shown.

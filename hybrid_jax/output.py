@@ -1,6 +1,7 @@
 """Files that a command writes at its end: looked at before the work begins, there whole or not at all."""
 
 import contextlib
+import glob
 import os
 from pathlib import Path
 
@@ -33,6 +34,10 @@ def write(name: str | Path, content: str | bytes) -> None:
         path.write_bytes(content)
         return
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    for other in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        if not _runs(other.name.split(".")[-2]):  # what a process that was killed has left
+            with contextlib.suppress(OSError):
+                other.unlink()
     try:
         scratch.write_bytes(content)
         os.replace(scratch, path)
@@ -40,3 +45,14 @@ def write(name: str | Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             scratch.unlink()
         raise
+
+
+def _runs(pid: str) -> bool:
+    """Whether there is such a process on this machine."""
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:  # another user's
+        return True
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    return True

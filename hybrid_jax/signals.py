@@ -7,7 +7,6 @@ No jax here: `launch.py` listens with `AT_ONCE` before it imports jax.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import sys
@@ -121,7 +120,7 @@ class StopRequest(_Handlers):
         self.requeue_exit_code = requeue_exit_code
         self.signal = 0
         self._stepping = True
-        self._heard = -math.inf  # when the first one came
+        self._heard = 0.0  # when the first one came
         self._raised: BaseException | None = None
         self._again: threading.Timer | None = None  # sends the signal once more
         self._own = 0  # signals that it sent and `_received` has not heard yet
@@ -173,7 +172,7 @@ class StopRequest(_Handlers):
         if self._own:
             self._own -= 1
             return
-        if self._heard > -math.inf and number == signal.SIGINT:
+        if self._heard and number == signal.SIGINT:
             if time.monotonic() - self._heard < self.together_seconds:
                 return
             _say("error: aborted; the last whole checkpoint is kept")

@@ -1,6 +1,8 @@
 """Files that a command writes at its end."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -33,3 +35,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         output.write(tmp_path / "old.json", "newer")
     assert (tmp_path / "old.json").read_text() == "new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes", "link.json", "old.json"]
+
+
+def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left, others = tmp_path / f".a.json.{ended.pid}.tmp", tmp_path / f".a.json.{os.getppid()}.tmp"
+    for path in (left, others, tmp_path / ".b.json.1.tmp"):
+        path.touch()
+    output.write(tmp_path / "a.json", "{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".b.json.1.tmp", others.name, "a.json"])

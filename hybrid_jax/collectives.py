@@ -165,6 +165,7 @@ _NO_SCOPES = (
     "body",
     "cond",
     "closed_call",
+    "eval_jaxpr",  # jax 0.11
     "checkpoint",
     "rematted_computation",
     "shard_map",

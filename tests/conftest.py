@@ -44,13 +44,20 @@ def compile_once(tmp_path_factory):
 # What takes long, by the beginning of its name: `make test` leaves it to `make test-slow`. Each of these has quicker
 # relatives that stay.
 SLOW = (
+    "tests/data/test_store_source.py::test_a_run_trains_from_a_store_and_resumes",
     "tests/evaluation/test_tasks.py::test_a_task_file_that_is_broken[task: x\\noutput_type: multiple_choice",
     "tests/evaluation/test_tasks.py::test_names_of_the_harness_without_network",
+    "tests/interop/test_modeling_hybrid.py::test_logits_and_gradients_are_those_of_jax[options 1",
+    "tests/kernels/test_aot.py::test_results_are_kept_until_the_source_changes",
     "tests/kernels/test_delta_triton.py::test_chunk_lengths[16",
     "tests/kernels/test_delta_triton.py::test_chunk_lengths[32",
     "tests/kernels/test_delta_triton.py::test_gate[-30.0]",
+    "tests/kernels/test_delta_triton.py::test_gate[-5.0",
+    "tests/kernels/test_delta_triton.py::test_has_causal_gradients[kda",
     "tests/kernels/test_delta_triton.py::test_ignores_later_tokens[kda]",
     "tests/kernels/test_delta_triton.py::test_keeps_documents_apart[kda]",
+    "tests/kernels/test_delta_triton.py::test_matches_float64_recurrence[g = -20",
+    "tests/kernels/test_delta_triton.py::test_matches_float64_recurrence[g = -5-",
     "tests/kernels/test_delta_triton.py::test_named_shapes[gdn_k256",
     "tests/kernels/test_delta_triton.py::test_named_shapes[kda_fp32_k64",
     "tests/kernels/test_delta_triton.py::test_named_shapes[kda_k128_small",
@@ -60,6 +67,7 @@ SLOW = (
     "tests/kernels/test_delta_triton.py::test_named_shapes[kda_k64_v128",
     "tests/kernels/test_delta_triton.py::test_named_shapes[kda_k96",
     "tests/kernels/test_delta_triton.py::test_named_shapes[kda_t65",
+    "tests/kernels/test_delta_triton.py::test_rows_in_segments[random-True",
     "tests/kernels/test_delta_triton.py::test_steep_tokens_take_exact_squares",
     "tests/kernels/test_selftest.py::test_inside_jit_and_shard_map_under_a_mesh[fault]",
     "tests/kernels/test_selftest.py::test_rounding_of_bfloat16_stays_far_below_its_limits[kda",
@@ -74,6 +82,8 @@ SLOW = (
     "tests/test_model.py::test_remat_changes_no_gradient[names-GG]",
     "tests/test_model.py::test_remat_of_more_periods_saves_more_memory[False",
     "tests/test_model.py::test_remat_saves_memory",
+    "tests/test_slurm.py::test_two_processes_of_a_fake_slurm_train_to_the_end",
+    "tests/test_train.py::test_z_loss_is_in_the_gradient_and_not_in_the_logged_loss",
 )
 
 

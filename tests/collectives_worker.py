@@ -14,24 +14,15 @@ from pathlib import Path
 import jax
 
 from hybrid_jax import collectives, sharding, step
-from tests.tiny import tiny_config
+from tests.tiny import SIZES_TO_CUT, tiny_config
 
 # No axis of a weight is a multiple of a row's length.
 SIZES = {
+    **SIZES_TO_CUT,
     "model__vocab_size": 88,
-    "model__hidden_size": 32,
     "model__intermediate_size": 48,
     "model__tie_word_embeddings": False,
-    "model__gdn__num_heads": 4,
-    "model__gdn__num_v_heads": 8,
-    "model__kda__num_heads": 4,
-    "model__kda__num_v_heads": 4,
-    "model__mla__num_heads": 4,
-    "model__gqa__num_heads": 8,
-    "model__gqa__num_kv_heads": 4,
-    "model__mamba2__n_groups": 4,
     "train__compute_dtype": "bfloat16",
-    "train__global_batch_size": 16,
     "train__sequence_length": 56,
 }
 MESHES = {  # each with two accumulation steps

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
 
-from hybrid_jax import distributed, manifest, orbax_log, pending, schema
+from hybrid_jax import cluster, distributed, manifest, orbax_log, pending, schema
 from hybrid_jax.errors import UserError
 from hybrid_jax.optimizer import STACKED, path_str
 
@@ -290,7 +290,7 @@ class Checkpoints:
     def _agree(self, said: str, doing: str) -> dict[int, str]:
         try:
             return distributed.agree(said, doing, self.timeout_seconds, "config.checkpoint.timeout_seconds")
-        except distributed.MissingProcesses:
+        except cluster.MissingProcesses:
             self._abandoned = True
             raise
 

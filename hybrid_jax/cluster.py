@@ -6,11 +6,13 @@ Slurm (srun), Open MPI and PMI (MPICH, Intel MPI) tell their processes how many 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
 
+from hybrid_jax import signals
 from hybrid_jax.errors import UserError
 
 ENVIRONMENT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -25,13 +27,20 @@ class Group:
     """The processes of one run, as one of them sees them.
 
     address: HOST:PORT at which process 0 listens. devices: numbers of this process's GPUs, "all" for every one it can
-    see, "" where nobody said.
+    see, "" where nobody said. hosts: of each process, by number, as the launcher has them; empty where it does not say.
     """
 
     address: str
     count: int
     index: int
     devices: str = ""
+    hosts: tuple[str, ...] = ()
+
+
+class MissingProcesses(UserError):
+    """Some processes of the run did not arrive: nothing more can be done together with them."""
+
+    exit_code = signals.PEER_LOST_EXIT_CODE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +96,8 @@ def find(
     host, _, port = values[0].rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(f"{names[0]}: {values[0]!r} is not HOST:PORT, for example 127.0.0.1:12321")
-    return Group(values[0], count, index, devices) if count > 1 else None
+    hosts = _slurm_hosts(env, count) if launcher and launcher.name == "Slurm" else ()
+    return Group(values[0], count, index, devices, hosts) if count > 1 else None
 
 
 def _all_given(values: Sequence[str], names: Sequence[str]) -> None:
@@ -146,7 +156,7 @@ def _read(env: Mapping[str, str], name: str, count_variable: str, index_variable
 def _address(launcher: _Launcher, env: Mapping[str, str]) -> str:
     """HOST:PORT of process 0 by the launcher's variables; "" where they do not tell. Any process finds the same."""
     if launcher.name == "Slurm" and env.get("SLURM_STEP_NODELIST"):
-        return f"{first_host(env['SLURM_STEP_NODELIST'])}:{_port(env, env.get('SLURM_JOB_ID', ''))}"
+        return f"{host_names(env['SLURM_STEP_NODELIST'])[0]}:{_port(env, env.get('SLURM_JOB_ID', ''))}"
     local_count = env.get("OMPI_COMM_WORLD_LOCAL_SIZE" if launcher.name == "Open MPI" else "MPI_LOCALNRANKS", "")
     if local_count == str(launcher.count):
         return f"127.0.0.1:{_port(env, env.get('PMIX_NAMESPACE') or env.get('PMI_PORT', ''))}"
@@ -165,15 +175,40 @@ def _port(env: Mapping[str, str], job: str) -> int:
     return FIRST_PORT + (int(job) if job.isdigit() else zlib.crc32(job.encode())) % PORTS
 
 
-def first_host(nodes: str) -> str:
-    """The first host of a list as Slurm writes it: "n001" of "n[001-004,7],m2"."""
-    depth, end = 0, len(nodes)
-    for i, character in enumerate(nodes):
-        depth += {"[": 1, "]": -1}.get(character, 0)
-        if character == "," and not depth:
-            end = i
-            break
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes[:end])
+def _slurm_hosts(env: Mapping[str, str], count: int) -> tuple[str, ...]:
+    """The host of each task, one node's after the other's, as Slurm lays them out by default; () where it says
+    otherwise."""
+    names = host_names(env.get("SLURM_STEP_NODELIST", ""))
+    each = [
+        int(tasks)
+        for tasks, _, times in re.findall(r"(\d+)(\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        for _ in range(int(times or 1))
+    ]
+    ordered = max(each, default=0) == 1 or env.get("SLURM_DISTRIBUTION", "block").startswith("block")
+    if not ordered or len(names) != len(each) or sum(each) != count:
+        return ()
+    return tuple(name for name, tasks in zip(names, each, strict=True) for _ in range(tasks))
+
+
+def host_names(nodes: str) -> list[str]:
+    """The hosts of a list as Slurm writes it: n001, n002, n007 and m2 of "n[001-002,007],m2"."""
+    found = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
+        pieces = [_numbers(piece) if i % 2 else [piece] for i, piece in enumerate(re.split(r"\[([^\]]*)\]", part))]
+        found += ["".join(name) for name in itertools.product(*pieces)]
+    return found
+
+
+def _numbers(listed: str) -> list[str]:
+    """ "001-003,7" as 001, 002, 003, 7."""
+    found = []
+    for piece in listed.split(","):
+        first, _, last = piece.partition("-")
+        if last:
+            found += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+        else:
+            found.append(first)
+    return found
 
 
 # ---- the GPUs of a process ---------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hybrid_jax import cluster, platform, signals, supervisor
-from hybrid_jax.cluster import Group, Member
+from hybrid_jax import cluster, platform, rendezvous, signals, supervisor
+from hybrid_jax.cluster import Group, Member, MissingProcesses
 from hybrid_jax.errors import UserError
 
 HEARTBEAT_SECONDS = 30  # after which a silent process counts as gone
@@ -40,8 +40,8 @@ def initialize(
     """Joins the other processes of the run; True if there are any. Call before the first use of a device.
 
     Each process then sees its own GPUs only (cluster.local_devices). Does nothing for a single process (None), or when
-    this one has joined already. Raises UserError when the others do not answer within `join_seconds`, and when what
-    they say does not fit together.
+    this one has joined already. Raises MissingProcesses when the others do not come within `join_seconds`, UserError
+    when what they say does not fit together.
     """
     import jax
 
@@ -51,6 +51,11 @@ def initialize(
         return False
     global _heartbeat_seconds
     _heartbeat_seconds = heartbeat_seconds
+    visible, gpus = platform.visible_gpus(platform_name, os.environ)
+    own = Member(socket.gethostname(), _machine(), os.getpid(), platform_name, group.devices, visible, gpus)
+    said = rendezvous.meet(group, own.host, json.dumps(dataclasses.asdict(own)), join_seconds)
+    members[:] = [Member(**json.loads(text)) for text in said]
+    supervisor.tell([member.host for member in members])
     _go_past_proxies(group.address)
     try:
         # jax's own detection gives each process of a Slurm job one GPU, also where it is the only one of its host.
@@ -67,11 +72,6 @@ def initialize(
         raise UserError(
             f"process {group.index} of {group.count} could not join {group.address}: {_first_line(error)}"
         ) from error
-    visible, gpus = platform.visible_gpus(platform_name, os.environ)
-    own = Member(socket.gethostname(), _machine(), os.getpid(), platform_name, group.devices, visible, gpus)
-    said = _agree(_client(), group.index, group.count, json.dumps(dataclasses.asdict(own)), "joining", join_seconds, "")
-    members[:] = [Member(**json.loads(said[i])) for i in range(group.count)]
-    supervisor.tell([member.host for member in members])
     devices = cluster.local_devices(members, group.index)
     if devices is not None:
         jax.config.update(f"jax_{platform_name}_visible_devices", ",".join(map(str, devices)))
@@ -199,12 +199,6 @@ def is_main() -> bool:
     import jax
 
     return jax.process_index() == 0
-
-
-class MissingProcesses(UserError):
-    """Some processes of the run did not arrive: nothing more can be done together with them."""
-
-    exit_code = signals.PEER_LOST_EXIT_CODE
 
 
 def agree(said: str, doing: str, timeout_seconds: float = 600, setting: str = "") -> dict[int, str]:

@@ -449,7 +449,7 @@ class Training:
             return
         try:
             self.checkpoints.wait()
-        except distributed.MissingProcesses:
+        except cluster.MissingProcesses:
             raise
         except UserError:
             self.console.phase(f"trying once more to write checkpoint {self.done}")

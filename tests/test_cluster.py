@@ -66,17 +66,36 @@ def test_open_mpi_and_pmi():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
+    ("nodes", "names"),
     [
+        ("", ""),
         ("node001", "node001"),
-        ("node001,host2", "node001"),
-        ("node[001-015],host2", "node001"),
-        ("node[001,007-015],host2", "node001"),
-        ("rack[1-2]node[03-04]-ib,host2", "rack1node03-ib"),
+        ("node001,host2", "node001 host2"),
+        ("node[098-101],host2", "node098 node099 node100 node101 host2"),
+        ("node[001,7-8],host2", "node001 node7 node8 host2"),
+        ("rack[1-2]node[03-04]-ib,h", "rack1node03-ib rack1node04-ib rack2node03-ib rack2node04-ib h"),
     ],
 )
-def test_the_first_host_of_a_list(nodes, first):
-    assert cluster.first_host(nodes) == first
+def test_the_hosts_of_a_list(nodes, names):
+    assert cluster.host_names(nodes) == names.split()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "distribution", "hosts"),
+    [
+        ("1(x4)", "", "gpu007 gpu008 gpu009 gpu010"),
+        ("1(x4)", "cyclic", "gpu007 gpu008 gpu009 gpu010"),
+        ("2,1(x2),3", "", "gpu007 gpu007 gpu008 gpu009 gpu010 gpu010 gpu010"),
+        ("2(x4)", "block:cyclic", "gpu007 gpu007 gpu008 gpu008 gpu009 gpu009 gpu010 gpu010"),
+        ("2(x4)", "cyclic", ""),
+        ("2(x3)", "", ""),
+    ],
+)
+def test_slurm_says_where_each_process_runs(tasks, distribution, hosts):
+    count = str(len(hosts.split()) or 8)
+    more = {"SLURM_DISTRIBUTION": distribution} if distribution else {}
+    found = find(**SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_STEP_NUM_TASKS": count} | more)
+    assert found.hosts == tuple(hosts.split()) and found.count == int(count)
 
 
 @pytest.mark.parametrize(

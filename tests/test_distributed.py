@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_jax import distributed, signals
+from hybrid_jax import cluster, distributed, signals
 from hybrid_jax.cluster import Member
 from hybrid_jax.errors import UserError
 from tests.processes import free_port
@@ -116,7 +116,7 @@ def test_what_processes_say_is_known_to_all():
 
 @pytest.mark.parametrize(("others", "missing"), [({1: "", 3: ""}, "process 2 of 4"), ({2: "a"}, "processes 1,3 of 4")])
 def test_processes_that_do_not_come_are_named(others, missing):
-    with pytest.raises(distributed.MissingProcesses) as caught:
+    with pytest.raises(cluster.MissingProcesses) as caught:
         _agree(_Client(others))
     said = f"checkpoint 7: {missing} did not arrive within 2.5 s (config.checkpoint.timeout_seconds); look at what"
     assert str(caught.value).startswith(said)

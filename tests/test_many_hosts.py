@@ -59,19 +59,18 @@ class Fake:
         monkeypatch.setattr(jax, "device_count", lambda: len(self.devices))
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         monkeypatch.setattr(distributed, "members", [])
-        monkeypatch.setattr(distributed, "_client", lambda: None)
         monkeypatch.setattr(distributed.socket, "gethostname", lambda: "amd1")
         self.other = {"host": host_of_other, "gpus": gpus_of_other}
-        monkeypatch.setattr(distributed, "_agree", self._agree)
+        monkeypatch.setattr(distributed.rendezvous, "meet", self._meet)
 
     def _join(self, *arguments, **named):
         self.joined = {"address": arguments[0], "count": arguments[1], "index": arguments[2], **named}
 
-    def _agree(self, client, index, count, said, *unused):
+    def _meet(self, group, host, said, seconds):
         import json
 
         other = {**json.loads(said), **self.other}
-        return {index: said, 1 - index: json.dumps(other)}
+        return (said, json.dumps(other))[:: 1 - 2 * group.index]
 
     def start(self, *arguments):
         values = launch.parse(["--config=x", *arguments]).flags

@@ -224,6 +224,7 @@ def compile_only(config: Config) -> int:
     """--dry_run=compile: the dry-run table, then what compiling the step for these devices tells."""
     from hybrid_jax import data, report
 
+    config = report.on_these_devices(config)  # first: a mistake is to be one line and nothing else
     found = data.dry_run(config)
     print(f"{report.dry_run(config)}\n\n{found}\n", flush=True)
     print(report.compiled(config))

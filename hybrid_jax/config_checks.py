@@ -260,26 +260,26 @@ def _check_logistics(config: Config) -> None:
     _check_tensor(config.model, mesh.tensor)
 
 
-def _check_tensor(model: ModelConfig, ways: int) -> None:
-    """Raises UserError unless `ways` devices can share every sublayer's heads, the MLP's columns and the vocabulary."""
-    mamba2 = model.mamba2
+def _cut_by_tensor(model: ModelConfig) -> list[tuple[str, int]]:
+    """What mesh.tensor cuts: every sublayer's heads, the MLP's columns and the vocabulary; config key and size."""
     sizes = {
         "*": [("mla.num_heads", model.mla.num_heads)],
         "A": [("gqa.num_heads", model.gqa.num_heads), ("gqa.num_kv_heads", model.gqa.num_kv_heads)],
         "G": [("gdn.num_heads", model.gdn.num_heads)],
         "K": [("kda.num_heads", model.kda.num_heads)],
-        "S": [("mamba2.n_groups", mamba2.n_groups)],  # whose multiple the heads are
+        "S": [("mamba2.n_groups", model.mamba2.n_groups)],  # whose multiple the heads are
         "-": [("intermediate_size", model.intermediate_size)],
     }
-    for name, size in [
-        ("vocab_size", model.vocab_size),
-        *(pair for s in sorted(set(model.layout)) for pair in sizes[s]),
-    ]:
+    return [("vocab_size", model.vocab_size), *(pair for s in sorted(set(model.layout)) for pair in sizes[s])]
+
+
+def _check_tensor(model: ModelConfig, ways: int) -> None:
+    """Raises UserError unless `ways` devices can share all that mesh.tensor cuts."""
+    for name, size in _cut_by_tensor(model):
         if size % ways:
-            fitting = [n for n in range(1, ways) if size % n == 0]
             raise UserError(
-                f"config.mesh.tensor: {ways} devices cannot share config.model.{name} {size}; use {fitting[-1]}, or "
-                "another size"
+                f"config.mesh.tensor: {ways} devices cannot share config.model.{name} {size}; use "
+                f"{max(n for n in range(1, ways) if size % n == 0)}, or another size"
             )
 
 
@@ -314,9 +314,12 @@ def mesh_shape(mesh: MeshConfig, num_devices: int) -> tuple[int, int, int]:
     inner = mesh.fsdp * mesh.tensor
     data = num_devices // inner if mesh.data == -1 else mesh.data
     if data < 1 or data * inner != num_devices:
+        remedy = "set mesh.data to -1 to use all of them"
+        if num_devices % inner:
+            remedy = f"use a multiple of {inner} devices, or others for mesh.fsdp and mesh.tensor"
         raise UserError(
             f"config.mesh.data: {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor} does not make "
-            f"{num_devices} device{'s' if num_devices != 1 else ''}; set mesh.data to -1 to use all of them"
+            f"{num_devices} device{'s' if num_devices != 1 else ''}; {remedy}"
         )
     return data, mesh.fsdp, mesh.tensor
 
@@ -325,20 +328,38 @@ def check_devices(config: Config, num_devices: int, num_processes: int = 1) -> N
     """Raises UserError unless mesh, batch and micro-batch divide over the `num_devices` of all processes."""
     if num_devices % num_processes:
         raise UserError(f"--num_processes: {num_devices} devices do not divide over {num_processes} processes")
-    data, fsdp, _ = mesh_shape(config.mesh, num_devices)
-    rows, ways = config.train.global_batch_size, data * fsdp
+    data, fsdp, tensor = mesh_shape(config.mesh, num_devices)
+    rows, ways, micro = config.train.global_batch_size, data * fsdp, config.train.micro_batch_size
     if rows % ways:
         raise UserError(
-            f"config.train.global_batch_size: {rows} rows do not divide over {ways} devices; "
-            f"use a multiple of {ways}, such as {math.ceil(rows / ways) * ways}"
+            f"config.train.global_batch_size: {rows} rows do not divide over {ways} devices; use "
+            f"{_multiple(rows, ways, micro)}{_shared_rows(config, num_devices, fsdp, tensor)}"
         )
-    share, micro = rows // ways, config.train.micro_batch_size
+    share = rows // ways
     if micro and share % micro:
         near = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
         raise UserError(
             f"config.train.micro_batch_size: {micro} does not divide the {share} rows of a device "
             f"({rows} over {ways}); use {near}, or 0 for all at once"
         )
+
+
+def _multiple(rows: int, ways: int, micro: int) -> str:
+    """What number of rows `ways` devices could share, in words."""
+    each = ways * (micro or 1)
+    return f"a multiple of {each}, such as {math.ceil(rows / each) * each}"
+
+
+def _shared_rows(config: Config, num_devices: int, fsdp: int, tensor: int) -> str:
+    """For the end of that line: how more devices could share a row, where mesh.data gives way and the model can be cut
+    so; "" where not."""
+    rows, micro = config.train.global_batch_size, config.train.micro_batch_size
+    largest = math.gcd(num_devices // fsdp, *(size for _, size in _cut_by_tensor(config.model)))
+    ways = [n for n in range(tensor + 1, largest + 1) if largest % n == 0 and config.mesh.data == -1]
+    for n in ways:
+        if rows % (num_devices // n * (micro or 1)) == 0:
+            return f", or config.mesh.tensor={n}"
+    return f"; with config.mesh.tensor={ways[-1]}, {_multiple(rows, num_devices // ways[-1], micro)}" if ways else ""
 
 
 def _positive(where: str, section: Any, *names: str) -> None:

@@ -39,7 +39,8 @@ def family_1b() -> ml_collections.ConfigDict:
 
 
 def family_3b() -> ml_collections.ConfigDict:
-    """Width 3072; 100B tokens (our choice) in 95,368 steps of 128 x 8,192, 2e-4 to 2e-5.
+    """Width 3072; 100B tokens (our choice) in 95,368 steps of 128 x 8,192, 2e-4 to 2e-5. ZeRO-1 and 4 rows a device at
+    once, as in the published trials.
 
     Only the Mamba2 sizes are published; GDN and KDA go on as the smaller families do (values half the width).
     """
@@ -48,14 +49,17 @@ def family_3b() -> ml_collections.ConfigDict:
     _linear_mixers(config, gdn_heads=12, kda_heads=24)
     config.model.mamba2.update(state_size=128, head_dim=128, n_groups=8, expand=1)
     _schedule(config, steps=95_368, rows=128, length=8192, peak=2e-4, warmup=2000)
+    config.train.micro_batch_size = 4
+    config.mesh.update(fsdp=8, zero=1)
     config.optimizer.weight_decay = 0.1
     config.data.prepare = fineweb_edu("100BT")
     return config
 
 
 def family_8b() -> ml_collections.ConfigDict:
-    """Width 4096; schedule and origin of the sizes as in the 3B family. MLP width 14,436, as published."""
+    """Width 4096, 2 rows a device at once; the rest as in the 3B family. MLP width 14,436, as published."""
     config = family_3b()
+    config.train.micro_batch_size = 2
     config.model.update(hidden_size=4096, intermediate_size=14_436)
     _mla(config, heads=32, q_lora=2048, kv_lora=160, nope=64, rope=64, value=128)
     _linear_mixers(config, gdn_heads=16, kda_heads=32)

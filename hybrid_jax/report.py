@@ -4,6 +4,7 @@ fits.
 Plain text out of plain data; jax is imported only by what has to ask or compile.
 """
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -127,13 +128,21 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f}" if size else ""
 
 
+def on_these_devices(config: Config) -> Config:
+    """`config` with the size of mesh.data that the devices here make. Raises UserError where it cannot run on them."""
+    import jax
+
+    check_devices(config, jax.device_count(), jax.process_count())
+    data, _, _ = mesh_shape(config.mesh, jax.device_count())
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, data=data))
+
+
 def compiled(config: Config) -> str:
     """Compiles the training step for the devices here: its memory and its collectives. Raises UserError."""
     import jax
 
     from hybrid_jax import sharding, step
 
-    check_devices(config, jax.device_count(), jax.process_count())
     mesh = sharding.make_mesh(config.mesh)
     executable = step.compile_step(config, mesh)
     memory: Any = executable.memory_analysis()

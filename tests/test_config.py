@@ -315,7 +315,35 @@ def test_a_run_cut_short_keeps_the_schedule_of_the_whole_one(name):
             1,
             "config.train.global_batch_size: 8 rows do not divide over 3 devices; use a multiple of 3",
         ),
-        ({"mesh.data": "2"}, 4, 1, "config.mesh.data: 2 x fsdp 1 x tensor 1 does not make 4 devices"),
+        ({"mesh.data": "2"}, 4, 1, "config.mesh.data: 2 x fsdp 1 x tensor 1 does not make 4 devices; set mesh.data"),
+        (
+            {"mesh.fsdp": "8"},
+            4,
+            1,
+            "config.mesh.data: -1 x fsdp 8 x tensor 1 does not make 4 devices; use a multiple of 8",
+        ),
+        # Its heads can be cut in two.
+        (
+            {},
+            64,
+            1,
+            "8 rows do not divide over 64 devices; use a multiple of 64, such as 64; with config.mesh.tensor=2, "
+            "a multiple of 32, such as 32",
+        ),
+        (
+            {"mesh.fsdp": "2"},
+            16,
+            1,
+            "8 rows do not divide over 16 devices; use a multiple of 16, such as 16, or config.mesh.tensor=2",
+        ),
+        (
+            {"train.micro_batch_size": "2"},
+            16,
+            1,
+            "a multiple of 32, such as 32; with config.mesh.tensor=2, a multiple of 16, such as 16",
+        ),
+        ({"mesh.data": "16"}, 16, 1, "8 rows do not divide over 16 devices; use a multiple of 16, such as 16"),
+        ({"mesh.tensor": "2"}, 64, 1, "8 rows do not divide over 32 devices; use a multiple of 32, such as 32"),
         (
             {"train.micro_batch_size": "3"},
             2,
@@ -514,6 +542,23 @@ def test_recipes(name):
     assert (optimizer.b1, optimizer.b2, optimizer.eps, optimizer.clip_norm) == (0.9, 0.95, 1e-8, 1.0)
     tokens = steps * rows * length
     assert tokens == pytest.approx(1e10 if "300m" in name else 1e11, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows_at_once", "gpu"), [("hybrid_mamba2_3b", 4, "MI300X"), ("hybrid_mamba2_8b", 2, "MI300X")]
+)
+def test_large_hybrids_fit_as_they_are(name, rows_at_once, gpu):
+    """With ZeRO-1 and the micro batch of the published trials; and so they do on 1,024 devices, with more rows."""
+    config = config_file.load(f"{CONFIGS / name}.py")
+    assert (config.mesh.fsdp, config.mesh.zero, config.train.micro_batch_size) == (8, 1, rows_at_once)
+    (gpu,) = [found for found in planner.GPUS if found.name == gpu]
+    assert planner.fits(config, planner.mesh_of(config), gpu)
+    many = config_file.load(
+        f"{CONFIGS / name}.py", [("mesh.tensor", "4"), ("train.global_batch_size", str(256 * rows_at_once))]
+    )
+    config_lib.check_devices(many, 1024)
+    state = (4 + 12 / config.mesh.fsdp) * flops.parameter_count(config.model) / 2**30
+    assert f" {state:.0f} of " in (CONFIGS / f"{name}.py").read_text()
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_the_suggested_remat_is_the_least_that_fits():
 
     assert fits(policy, periods) and not fits("none", -1)
     assert 1 < periods <= 16 and not fits(policy, periods - 1)
-    huge = config_of("hybrid_mamba2_8b", ("mesh.data", 1))
+    huge = config_of("hybrid_mamba2_8b", ("mesh.data", 1), ("mesh.fsdp", 1))
     assert planner.cheapest_remat(huge, planner.mesh_of(huge), gpu) is None
     assert planner.largest_micro_batch(huge, planner.mesh_of(huge), gpu) == 0
 

@@ -53,6 +53,36 @@ def test_the_model_has_exactly_these_parameters(name):
     assert parameters_of_the_model(model_of(name)) == PARAMETERS[name]
 
 
+# What the released config.json files say, as litgpt's config.py has it from them (Llama: table 3 of arXiv:2407.21783
+# too): class, width, MLP width, layers, heads, heads of keys, vocabulary, whether the head is the embedding.
+RELEASED = {
+    "llama3_8b": ("Llama", 4096, 14_336, 32, 32, 8, 128_256, False),
+    "llama3_70b": ("Llama", 8192, 28_672, 80, 64, 8, 128_256, False),
+    "llama3_405b": ("Llama", 16_384, 53_248, 126, 128, 8, 128_256, False),
+    "qwen2_5_7b": ("Qwen2", 3584, 18_944, 28, 28, 4, 152_064, False),
+    "qwen3_1_7b": ("Qwen3", 2048, 6144, 28, 16, 8, 151_936, True),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", RELEASED)
+def test_dense_models_have_the_parameters_of_transformers_classes(name):
+    import torch
+    import transformers
+
+    kind, width, mlp, layers, heads, key_heads, vocabulary, tied = RELEASED[name]
+    config = getattr(transformers, f"{kind}Config")(
+        hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=key_heads, vocab_size=vocabulary, tie_word_embeddings=tied, head_dim=128,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert type(model).__name__ == f"{kind}ForCausalLM"
+    parameters = list(model.parameters())  # a tied head is there once
+    assert all(p.is_meta for p in parameters)
+    assert sum(p.numel() for p in parameters) == PARAMETERS[name] == flops.parameter_count(model_of(name))
+
+
 def test_swapped_mixers_and_the_published_mamba2_without_pre_norm():
     assert flops.parameter_count(model_of("gdn_300m", ("model.mixer", "kda"))) == PARAMETERS["kda_300m"]
     assert flops.parameter_count(model_of("hybrid_gdn_300m", ("model.mixer", "mamba2"))) == 356_733_952

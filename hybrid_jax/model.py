@@ -62,7 +62,7 @@ class Sublayer(nnx.Module):
         return x + y, state
 
 
-def _remat(fn, policy: str, in_scan: bool):
+def _remat(fn, policy: str):
     """`fn` under the policy of config.model.remat. The backward pass recomputes nothing (none), all but matrix
     products (dots), all but what goes into the sequence operations and what they keep (names), or all (full).
     """
@@ -73,8 +73,30 @@ def _remat(fn, policy: str, in_scan: bool):
         "names": jax.checkpoint_policies.save_only_these_names(MIXER_IN, RESIDUAL),
         "full": jax.checkpoint_policies.nothing_saveable,
     }
-    # In a scan XLA cannot merge the recomputation with the forward pass; elsewhere it would.
-    return jax.checkpoint(fn, policy=policies[policy], prevent_cse=not in_scan)
+    return jax.checkpoint(fn, policy=policies[policy], prevent_cse=False)  # _on_its_own does
+
+
+def _on_its_own(fn):
+    """`fn` (weights, x, ctx) -> x, whose backward pass XLA neither merges with the forward pass nor puts off.
+
+    A turn of a scan is a computation of its own anyway. Outside of one, XLA finds what a derivative rule computes again
+    in the forward pass, and keeps it; and gradients of weights, for which nothing waits, it computes at the end, and
+    keeps what they are made of.
+    """
+
+    @jax.custom_vjp
+    def apart(weights, x, ctx):
+        return fn(weights, x, ctx)
+
+    def forward(weights, x, ctx):
+        return jax.vjp(lambda weights, x: fn(weights, x, ctx), weights, x)
+
+    def backward(derivative, gradient):
+        derivative, gradient = jax.lax.optimization_barrier((derivative, gradient))
+        return *jax.lax.optimization_barrier(derivative(gradient)), None
+
+    apart.defvjp(forward, backward)
+    return apart
 
 
 @functools.lru_cache(maxsize=16)
@@ -182,7 +204,8 @@ class Model:
             for i, symbol in enumerate(symbols):
                 if state is None:
                     policy = self.cfg.remat if i < again else "none"
-                    x = _remat(functools.partial(train, symbol), policy, in_scan)(weights[str(i)], x, ctx)
+                    sublayer = _remat(functools.partial(train, symbol), policy)
+                    x = (sublayer if in_scan else _on_its_own(sublayer))(weights[str(i)], x, ctx)
                 else:
                     x, new[str(i)] = apply(symbol, weights[str(i)], x, ctx, state[str(i)])
             return x, (new if state is not None else None)

@@ -9,8 +9,9 @@ The peak is that of the worst of three moments of a step:
 Sizes are those of one device of a mesh {"data", "fsdp", "tensor"}: parameters as `weights` says they are cut, what is
 kept as `residuals` says. A turn of the scan's backward pass takes what a period kept out of the stacked arrays, so it
 is there twice, and computes again what remat left out of the period; the sublayer that it is at has a gradient of each
-tensor. No constant is fitted: tests/test_planner.py holds what was measured, and says from which of it these rules were
-made and which only tests them.
+tensor. Outside of a scan each sublayer's backward pass is for itself (model._on_its_own). No constant is fitted:
+tests/test_planner.py holds what was measured, and says from which of it these rules were made and which only tests
+them.
 
 Plain arithmetic: no jax, no device.
 """

@@ -236,6 +236,11 @@ def choose(request: str, plugins: Iterable[str], hardware: Iterable[str]) -> str
     return wanted[0]
 
 
+# The CPU's compiler then keeps optimization barriers until it has allotted memory, as that of GPUs does; with jax 0.11 it
+# does anyway.
+BARRIERS = "--xla_disable_hlo_passes=cse_barrier_expander"
+
+
 def prepare(request: str, several: bool = False, virtual_devices: int = 0) -> str:
     """Sets this process's environment for a request ("" = JAX_PLATFORMS, else auto) and returns the platform.
 
@@ -248,7 +253,7 @@ def prepare(request: str, several: bool = False, virtual_devices: int = 0) -> st
         flags = os.environ.get("XLA_FLAGS", "").strip()
         if flags and not flags.startswith("-"):
             raise UserError(f"--virtual_devices: XLA_FLAGS={flags} names a file of flags; unset it")
-        own = f"--xla_force_host_platform_device_count={virtual_devices} --xla_backend_optimization_level=0"
+        own = f"--xla_force_host_platform_device_count={virtual_devices} --xla_backend_optimization_level=0 {BARRIERS}"
         os.environ["XLA_FLAGS"] = f"{flags} {own}".strip()
     asked = request or os.environ.get("JAX_PLATFORMS", "") or "auto"
     platform = choose(asked, installed_plugins(), visible_hardware())

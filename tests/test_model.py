@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hybrid_jax import config_file
+from hybrid_jax import config_file, platform
 from hybrid_jax.kernels.kda.gates import log_decay
 from hybrid_jax.layers import kda as kda_layer
 from hybrid_jax.layers.context import Context
@@ -111,11 +111,13 @@ def test_remat_changes_no_gradient(remat, pattern):
 
 
 def grad_memory(model: Model, T: int = 512) -> int:
-    """Bytes of temporary memory of the compiled gradient of one row."""
+    """Bytes of temporary memory of the compiled gradient of one row, with barriers kept as on GPUs."""
     row = jax.ShapeDtypeStruct((1, T), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), row)
     grad = jax.jit(jax.grad(lambda p, b: model.loss(p, b)[0]))
-    return grad.lower(model.abstract_params(), batch).compile().memory_analysis().temp_size_in_bytes
+    option, value = platform.BARRIERS.removeprefix("--").split("=")
+    compiled = grad.lower(model.abstract_params(), batch).compile(compiler_options={option: value})
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -123,7 +125,9 @@ def test_remat_saves_memory(scan):
     """Each policy keeps less than the one before it, also where layers are not scanned and XLA could undo it."""
     policies = ("none", "dots", "names", "full") if scan else ("none", "full")
     used = [grad_memory(model_of("A-" * 6, remat=r, scan_layers=scan)) for r in policies]
-    assert all(a > 1.04 * b for a, b in itertools.pairwise(used)), dict(zip(policies, used, strict=True))
+    assert all(a > (1.04 if scan else 1.3) * b for a, b in itertools.pairwise(used)), dict(
+        zip(policies, used, strict=True)
+    )
 
 
 def test_remat_of_the_first_periods_changes_no_gradient():
@@ -158,11 +162,11 @@ def test_which_sublayers_remat_is_for(scan, counts):
     assert [again(layers) for layers in (0, 1, 2, 3, -1)] == counts
 
 
-@pytest.mark.parametrize(("scan", "factor"), [(True, 1.1), (False, 1.04)])
-def test_remat_of_more_periods_saves_more_memory(scan, factor):
+@pytest.mark.parametrize("scan", [True, False])
+def test_remat_of_more_periods_saves_more_memory(scan):
     models = [model_of("-" * 6, remat="full", remat_layers=layers, scan_layers=scan) for layers in (0, 3, 6)]
     used = [grad_memory(model, 1024) for model in models]
-    assert all(a > factor * b for a, b in itertools.pairwise(used)), used
+    assert all(a > 1.1 * b for a, b in itertools.pairwise(used)), used
 
 
 @pytest.mark.parametrize("symbol", "*GKS")

@@ -36,7 +36,7 @@ def listed(cfg, symbol, policy, backend, dtype, rows, length) -> tuple[int, ...]
     x = jax.ShapeDtypeStruct((rows, length, cfg.hidden_size), dtype)
     ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     weights = model.abstract_params()["tail"]["0"]
-    found = saved_residuals(_remat(apply, policy, True), weights, x, ids, ids)
+    found = saved_residuals(_remat(apply, policy), weights, x, ids, ids)
     there = ("from the argument weights", "from the argument segment_ids", "from the argument positions")
     there += ("from a constant", "from a literal")
     return tuple(a.size * a.dtype.itemsize for a, source in found if not source.startswith(there) and a.shape)

@@ -236,8 +236,8 @@ def choose(request: str, plugins: Iterable[str], hardware: Iterable[str]) -> str
     return wanted[0]
 
 
-# The CPU's compiler then keeps optimization barriers until it has allotted memory, as that of GPUs does; with jax 0.11 it
-# does anyway.
+# The CPU's compiler then keeps optimization barriers until it has allotted memory, as that of GPUs does; with jax 0.11
+# it does anyway.
 BARRIERS = "--xla_disable_hlo_passes=cse_barrier_expander"
 
 

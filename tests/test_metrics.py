@@ -195,7 +195,7 @@ def test_plain_lines_are_few_and_the_last_one_is_there(tmp_path):
 
 
 def test_terminal_gets_one_bar_and_notes_stand_on_lines_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics.shutil, "get_terminal_size", lambda default: metrics.os.terminal_size((120, 24)))
+    monkeypatch.setenv("COLUMNS", "120")
     stream = _Terminal()
     console = metrics.Console(tmp_path / "train.log", stream)
     values = {**VALUES, "tflops_per_second": 1.5, "mfu": 0.123}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ _FREE_KEYS = {
     "optimizer": (),
 }
 _GIT_SECONDS = 10
+_DIGEST = re.compile(r"\b[0-9a-f]{32,}$")
 _NAMED_CHANGES = 8  # more are counted
 
 
@@ -105,7 +107,7 @@ def _data_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
         return ["an older version wrote this checkpoint: whether the data is still the same is not known"]
     old, new = saved["data_identity"], current["data_identity"]
     # A part that only one of them knows, as a tokenizer whose record was lost or found, tells nothing.
-    told = [f"{name} was {old[name]} and is {new[name]}" for name in new if name in old and old[name] != new[name]]
+    told = [_change(name, old[name], new[name]) for name in new if name in old and old[name] != new[name]]
     if not told:
         return []
     what = "; ".join(told[:_NAMED_CHANGES]) + f"; and {len(told) - _NAMED_CHANGES} more" * (len(told) > _NAMED_CHANGES)
@@ -115,6 +117,14 @@ def _data_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
         f"the data is not what this run was trained on: {what}; set it back, set another config.workdir, or set "
         "config.data.allow_change=True to go on with it as it is now"
     )
+
+
+def _change(name: str, old: str, new: str) -> str:
+    """In words: digests mean nothing to a person, and a weight is a number of windows of so many."""
+    if _DIGEST.search(old) and _DIGEST.search(new):
+        return f"{name} changed"
+    unit = " windows" if name.startswith("the weight of ") else ""
+    return f"{name} was {old}{unit} and is {new}{unit}"
 
 
 def _flat(section: dict[str, Any], prefix: str) -> dict[str, Any]:

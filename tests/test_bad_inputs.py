@@ -314,13 +314,16 @@ RESUMING = {
     "stores in another order": (nothing, {"data__path": "{}/b:0.3,{}/a:0.7"}, CHANGED + "the tokens of store 1 of"),
     "a store with another id": (
         lambda f: (f / "a.bin").write_bytes(b"\1\0" + (f / "a.bin").read_bytes()[2:]), {},
-        CHANGED + "the tokens of store 1 of data.path was",
+        CHANGED + "the tokens of store 1 of data.path changed;",
     ),
     "a store that has a loss mask now": (
         lambda f: (f / "a.mask.bin").write_bytes(b"\1" * ((f / "a.bin").stat().st_size // 2)), {},
         CHANGED + "the loss mask of store 1 of data.path was none and is",
     ),
-    "another split": (nothing, {"data__validation_fraction": 0.3}, CHANGED + "data.validation_fraction was 0.05 and"),
+    "another split": (
+        nothing, {"data__validation_fraction": 0.3},
+        CHANGED + "data.validation_fraction was 0.05 and is 0.3; the size of store 1 of data.path was",
+    ),
     "longer rows": (nothing, {"train__sequence_length": 64}, CHANGED + "train.sequence_length was 32 and is 64"),
     "a larger batch": (nothing, {"train__global_batch_size": 16}, CHANGED + "train.global_batch_size was 8 and is 16"),
     "another seed": (nothing, {"train__seed": 9}, CHANGED + "the order of the data (train.seed) was mixture 1"),

@@ -13,7 +13,7 @@ from hybrid_jax.config import Config, DataConfig, ModelConfig, TrainConfig
 from hybrid_jax.errors import UserError
 
 CFG = Config(model=ModelConfig(pattern="*-M-", mixer="kda"), train=TrainConfig(seed=7))
-DATA = {"data.source": "store", "the tokens of data.path": "f00d", "the weight of store 2 of data.path": "3 of 10"}
+DATA = {"data.source": "store", "the tokens of data.path": "f00d" * 8, "the weight of store 2 of data.path": "3 of 10"}
 
 
 def with_train(**changed):
@@ -38,12 +38,12 @@ def test_description_of_a_run():
         (
             CFG,
             {"the weight of store 2 of data.path": "1 of 2"},
-            "the weight of store 2 of data.path was 3 of 10 and is",
+            "the weight of store 2 of data.path was 3 of 10 windows and is 1 of 2 windows;",
         ),
         (
             CFG,
-            {"the tokens of data.path": "beef", "data.source": "files"},
-            "data.source was store and is files; the to",
+            {"the tokens of data.path": "beef" * 8, "data.source": "files"},
+            "data.source was store and is files; the tokens of data.path changed;",
         ),
         (with_train(global_batch_size=16), {}, "train.global_batch_size was 8 and is 16;"),
     ],

@@ -528,7 +528,7 @@ def test_two_processes_go_on_from_one_equal_it_stop_together_and_resume_as_one(t
     assert (tmp_path / "one" / "sample.txt").read_text() == (tmp_path / "two" / "sample.txt").read_text()
 
     with pytest.raises(
-        UserError, match=r"the weight of store 1 of data\.path was 7 of 10 and is 1 of 2; the weight of"
+        UserError, match=r"the weight of store 1 of data\.path was 7 of 10 windows and is 1 of 2 windows; the weight of"
     ):
         train.run(small_run(tmp_path / "two", weight=0.3))
     for name in ("a", "b"):  # the same content somewhere else is the same data

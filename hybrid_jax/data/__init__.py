@@ -25,7 +25,7 @@ from hybrid_jax.data import stores
 from hybrid_jax.data.interface import Dataset, Tokenizer
 from hybrid_jax.data.packing import PackedDataset
 from hybrid_jax.data.prefetch import prefetch
-from hybrid_jax.data.sources import Corpus, Document, files, held_out, python_library, with_validation
+from hybrid_jax.data.sources import Corpus, Document, files, held_out, python_library, size, with_validation
 from hybrid_jax.data.synthetic import SyntheticDataset
 from hybrid_jax.data.tokenizer import BpeTokenizer, ByteTokenizer, TokenStore, cached_bpe
 from hybrid_jax.errors import UserError
@@ -85,6 +85,7 @@ def _open(
             "data.source": data.source,
             "the text": _digest(d.digest for d in documents),
             "data.validation_fraction": held_out(data),
+            "the size of the text": size(len(documents), len(store.tokens)),
             "the tokenizer": data.tokenizer if data.tokenizer == "bytes" else f"bpe {_digest([store.tokens.data])}",
         },
     )

@@ -115,6 +115,11 @@ def held_out(data: "DataConfig") -> str:
     return "0, as data.validation_path is set" if data.validation_path else str(data.validation_fraction)
 
 
+def size(documents: int, tokens: int) -> str:
+    """What there is of a split, as a part of `Dataset.identity`."""
+    return f"{documents:,} documents, {tokens:,} tokens"
+
+
 @dataclasses.dataclass(frozen=True)
 class Split:
     """Which documents of a store are held out: by a hash of the document's number alone, so that documents added at the

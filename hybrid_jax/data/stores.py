@@ -11,7 +11,7 @@ import numpy as np
 from hybrid_jax.data import manifest, mixture, shuffle
 from hybrid_jax.data.interface import Dataset, Documents, Tokenizer
 from hybrid_jax.data.packing import PackedDataset
-from hybrid_jax.data.sources import PIECE, Split, held_out, split_store
+from hybrid_jax.data.sources import PIECE, Split, held_out, size, split_store
 from hybrid_jax.data.store import StoreReader
 from hybrid_jax.data.tokenizer import BpeTokenizer, ByteTokenizer, IdTokenizer, TokenStore, from_manifest
 from hybrid_jax.errors import UserError
@@ -81,6 +81,7 @@ def open(
             "the tokens of data.path": store.digest,
             "the loss mask of data.path": store.mask or "none",
             "data.validation_fraction": held_out(data),
+            "the size of data.path": size(documents.num_documents, documents.tokens),
         }
         if len(parts) == 1:  # of several, the mixture says it
             source["the number of stores in data.path"] = "1"

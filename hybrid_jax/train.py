@@ -7,17 +7,14 @@ update.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
-import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -48,6 +45,7 @@ from hybrid_jax.errors import UserError
 from hybrid_jax.plot import plot
 from hybrid_jax.profiling import Profile
 from hybrid_jax.rank_logs import RankLogs
+from hybrid_jax.run_folder import RunFolder
 from hybrid_jax.sample import on_one_device, prompt_ids, sample
 from hybrid_jax.signals import StopRequest, exit_code
 from hybrid_jax.step import Programs, batch_shape
@@ -59,17 +57,20 @@ def run(cfg: Config) -> None:
     distributed.initialize(cluster.find())
     main = distributed.is_main()
     workdir = Path(cfg.workdir).expanduser()
-    problem, lock = _claim(workdir) if main else ("", None)
-    if not distributed.everywhere(not problem):
-        raise UserError(problem or "config.workdir: process 0 cannot use it; its own output says why")
+    folder = RunFolder(workdir, jax.process_index())
     try:
+        problem = folder.claim() if main else ""
+        if not distributed.everywhere(not problem):
+            raise UserError(problem or "config.workdir: process 0 cannot use it; its own output says why")
         _logged(cfg, workdir, main)
+    except UserError:
+        folder.unmake()
+        raise
     except OSError as error:
         place = error.filename2 or error.filename or workdir  # what was to be replaced, and not what by
         raise UserError(f"{place}: {error.strerror or error}; the run's folder is {workdir}") from error
     finally:
-        if lock:
-            lock.close()
+        folder.release()
 
 
 def _logged(cfg: Config, workdir: Path, main: bool) -> None:
@@ -535,27 +536,3 @@ class Training:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _claim(folder: Path) -> tuple[str, IO[str] | None]:
-    """Makes the run's folder and takes its lock: ("", lock), or (what is wrong, None)."""
-    try:
-        if folder.exists() and not folder.is_dir():
-            return f"config.workdir: {folder} is a file, not a folder", None
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a+", encoding="utf-8")
-    except OSError as error:
-        return f"config.workdir: cannot write to {folder}: {error.strerror or error}", None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        owner = lock.read().strip() or "another process"
-        lock.close()
-        return f"config.workdir: another run ({owner}) is writing to {folder}; set another one, or stop it", None
-    except OSError:  # a file system without locks
-        return "", lock
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-    lock.flush()
-    return "", lock

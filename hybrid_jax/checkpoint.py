@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
+from absl import flags
 
 from hybrid_jax import cluster, distributed, manifest, orbax_log, pending, schema
 from hybrid_jax.errors import UserError
@@ -51,6 +52,14 @@ class _Kept(ocp.training.preservation_policies.PreservationPolicy):
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         return kept([checkpoint.step for checkpoint in checkpoints], self.keep, self.every, self.for_good)
+
+
+def _meet_through_the_coordinator() -> None:
+    """Has Orbax's processes wait for each other there. Else their devices do, by a collective from a thread beside the
+    training step, which meets those of the step in another order in each process."""
+    flags.FLAGS["experimental_orbax_use_distributed_barrier"].value = True
+    if not flags.FLAGS.is_parsed():  # Orbax reads no flag before
+        flags.FLAGS.mark_as_parsed()
 
 
 class Checkpoints:
@@ -92,6 +101,7 @@ class Checkpoints:
         self._abandoned = False
         self._opened = 0
         orbax_log.divert()
+        _meet_through_the_coordinator()
         self._open()
 
     def __enter__(self) -> Checkpoints:

@@ -456,7 +456,7 @@ def slowly(self, step, values):  # so that the test can send its signal in the m
     write(self, step, values)
     if step > stop_at: time.sleep(0.5)
 metrics.JsonlWriter.write = slowly
-train.run(small_run(folder))
+train.run(small_run(folder, mesh__fsdp=2))  # checkpoints are written beside the collectives of steps
 """
 
 

@@ -20,10 +20,24 @@ def dot(a, b):
 
 
 @triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """fp32 x rounded to `dtype`, halves away from zero: as fp32 and as `dtype`."""
+    if dtype == tl.bfloat16:
+        # A conversion whose result is also read as fp32 would go through a unit that takes several cycles for each.
+        bits = x.to(tl.uint32, bitcast=True) + 0x8000
+        wide = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+        narrow = (bits >> 16).to(tl.uint16).to(dtype, bitcast=True)
+    else:
+        narrow = x.to(dtype)
+        wide = narrow.to(tl.float32)
+    return wide, narrow
+
+
+@triton.jit
 def split(x, dtype: tl.constexpr):
     """fp32 x as (high, low) of `dtype` with x ~ high + low (low = 0 when dtype is fp32)."""
-    high = x.to(dtype)
-    return high, (x - high.to(tl.float32)).to(dtype)
+    wide, high = round_to(x, dtype)
+    return high, (x - wide).to(dtype)
 
 
 @triton.jit
@@ -97,9 +111,23 @@ def _substitute(a, count: tl.constexpr):
 
 
 @triton.jit
-def _merge(a, x, pairs: tl.constexpr, size: tl.constexpr):
+def _product(a, b, PARTS: tl.constexpr):
+    """a @ b of fp32 matrices: exact products, or with PARTS 2 those of 16 bits, which matrix units multiply."""
+    if PARTS == 2:
+        high, low = split(a, tl.bfloat16)
+        right, rest = split(b, tl.bfloat16)
+        y = dot(high, right)
+        y += dot(high, rest)
+        y += dot(low, right)
+    else:
+        y = dot(a, b)
+    return y
+
+
+@triton.jit
+def _merge(a, x, pairs: tl.constexpr, size: tl.constexpr, PARTS: tl.constexpr):
     """Inverses x [2 pairs, size, size] of the diagonal blocks of I + a, a [pairs, 2 size, 2 size], to those of the
-    whole: the corner is -x2 a21 x1. Exact fp32 products."""
+    whole: the corner is -x2 a21 x1."""
     halves = tl.reshape(x, [pairs, 2, size, size])
     half = tl.arange(0, 2)
     first = tl.sum(tl.where(half[None, :, None, None] == 0, halves, 0.0), axis=1)
@@ -109,9 +137,8 @@ def _merge(a, x, pairs: tl.constexpr, size: tl.constexpr):
     corner = tl.sum(tl.where(half[None, :, None, None] == 1, left, 0.0), axis=1)
     if pairs == 1:
         first, second = tl.reshape(first, [size, size]), tl.reshape(second, [size, size])
-        corner = -dot(second, dot(tl.reshape(corner, [size, size]), first))
-    else:
-        corner = -dot(second, dot(corner, first))
+        corner = tl.reshape(corner, [size, size])
+    corner = -_product(second, _product(corner, first, PARTS), PARTS)
     corner = tl.reshape(corner, [pairs, 1, size, 1, size])
     row, column = half[None, :, None, None, None], half[None, None, None, :, None]
     whole = tl.where(row == column, tl.reshape(halves, [pairs, 2, size, 1, size]), 0.0)
@@ -128,12 +155,12 @@ def diagonal(a, count: tl.constexpr, size: tl.constexpr):
 
 
 @triton.jit
-def unit_lower_inverse(a, C: tl.constexpr):
+def unit_lower_inverse(a, C: tl.constexpr, PARTS: tl.constexpr):
     """(I + a)^-1 of a strictly lower a [C, C], C = 16, 32 or 64, in fp32: forward substitution in 16-wide blocks,
-    merged pairwise (see kernels.triangular, which says why not a power series)."""
+    merged pairwise (see kernels.triangular, which says why not a power series). PARTS as of `_product`."""
     x = _substitute(diagonal(a, C // BLOCK, BLOCK), C // BLOCK)
     if C >= 32:
-        x = _merge(diagonal(a, C // 32, 32), x, C // 32, BLOCK)
+        x = _merge(diagonal(a, C // 32, 32), x, C // 32, BLOCK, PARTS)
     if C == 64:
-        x = _merge(tl.reshape(a, [1, C, C]), x, 1, 32)
+        x = _merge(tl.reshape(a, [1, C, C]), x, 1, 32, PARTS)
     return tl.reshape(x, [C, C])

@@ -92,6 +92,7 @@ _TABLE = (
     _gdn("gdn_k100_v60", 4, 2048, 4, 8, 100, 60),
     _gdn("gdn_k128", 4, 2048, 4, 4, 128, 128, packed=True, initial_state=True),
     _gdn("gdn_k128_v256", 4, 2048, 4, 4, 128, 256),
+    _gdn("gdn_k128_h32", 4, 4096, 32, 32, 128, 128),  # the heads of kimi_linear
     _gdn("gdn_k256", 4, 2048, 2, 8, 256, 256),
     _gdn("gdn_k256_v512", 4, 2048, 4, 4, 256, 512, initial_state=True),  # expand_v = 2 with the widest keys
     _gdn("gdn_k256_long", 1, 65536, 2, 2, 256, 256),
@@ -204,6 +205,9 @@ def program(shape: Shape, backend: str, backward: bool = True) -> tuple[Callable
         whole = {name: x for name, x in inputs.items() if name == "segment_ids"}
         smooth = {name: x for name, x in inputs.items() if name != "segment_ids"}
         out, pull = jax.vjp(lambda smooth: forward(smooth | whole), smooth)
+        # In a model the rest of the network lies between the two passes, and a backward pass that computes something
+        # of the forward pass again does so; in one program the compiler would have it done once.
+        pull = jax.lax.optimization_barrier(pull)
         return out, pull(cotangents)[0]
 
     return (both, (arguments(shape), results(shape))) if backward else (forward, (arguments(shape),))

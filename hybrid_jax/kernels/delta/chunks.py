@@ -26,10 +26,10 @@ def load_strength(beta, b, n, head, T: tl.constexpr, HV: tl.constexpr, C: tl.con
 
 @triton.jit
 def store_inverse(inverse, chunk, A, strength, C: tl.constexpr, PARTS: tl.constexpr):
-    """T' = (I + A)^-1 diag(beta) [C, C] in fp32, and to memory as high and low part."""
+    """(I + A)^-1 [C, C] in fp32; to memory goes T' = (I + A)^-1 diag(beta), as high and low part."""
     at = tl.arange(0, C)
-    x = unit_lower_inverse(A, C) * strength[None, :]
-    high, low = split(x, inverse.dtype.element_ty)
+    x = unit_lower_inverse(A, C, PARTS)
+    high, low = split(x * strength[None, :], inverse.dtype.element_ty)
     tile = inverse + chunk * (PARTS * C * C) + at[:, None] * C + at[None, :]
     tl.store(tile, high)
     if PARTS == 2:

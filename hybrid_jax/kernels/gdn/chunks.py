@@ -97,7 +97,7 @@ def prepare(
     A = tl.where(at[:, None] > at[None, :], A * _pair_decays(total, document, C, PACKED), 0.0)
     x = store_inverse(inverse, (b * N + n) * HV + head, A, strength, C, PARTS)
 
-    high, low = split(tl.trans(x * (leaving * k_norm)[:, None]), dtype)
+    high, low = split(tl.trans(x * strength[None, :] * (leaving * k_norm)[:, None]), dtype)
     BLOCK: tl.constexpr = 64 if BK > 64 else BK
     for block in tl.range(0, BK // BLOCK, disable_licm=True):
         columns = block * BLOCK + tl.arange(0, BLOCK)

@@ -1,19 +1,23 @@
 """Decays between the tokens of a chunk, one a key channel, for the Triton kernels of Kimi Delta Attention.
 
-The pairs (i, j) of a chunk, j < i, are covered by dyadic squares as in kernels.kda.chunked: for every aligned run
-of 2b tokens, rows from its right half and columns from its left half, where
+The pairs (i, j) of a chunk, j < i, are covered by squares, each with rows' decays times columns' decays. With G the sum
+of gates from the start of a block of S = 16 tokens through a token:
+
+    within a block            exp(G_i + CENTRE)    exp(-G_j - CENTRE)
+    of neighbouring blocks    exp(G_i)             exp(sum after j to its block's end)
+    across the middle of 64   the same two, times the decays of the blocks between each and the middle
+
+The last two have exponents <= 0 for any gates. The first is in range down to G = STEEPEST. Tokens from which on it is
+not (their own gates and earlier ones decide) take dyadic squares instead, as in kernels.kda.chunked: for every
+aligned run of 2b tokens, rows from its right half and columns from its left half, where
 
     exp(sum of gates between) = exp(sum from the middle through i) exp(sum after j to the middle)
 
-has two exponents <= 0 for any gates. A tile of decays [C, K] for width b holds the first factor in rows of right
-halves and the second in rows of left halves, so that one product k * decay serves as rows and as columns.
+A tile of decays [C, K] for width b holds the first factor in rows of right halves and the second in rows of left
+halves, so that one product k * decay serves as rows and as columns. Gates above STEEPEST / S never need them.
 
 Sums of gates are products with 0/1 matrices: exactly the gates between, and none of a later token or another document,
-enter a decay, not even in rounding.
-
-Within a block of S = 16 tokens one square does where its gates allow it: exp(G_i + CENTRE) exp(-G_j - CENTRE), with the
-sums G from the block's start, is in range down to G = STEEPEST. Tokens from which on it is not (their own gates and
-earlier ones decide) take the dyadic squares for their rows instead. Gates above STEEPEST / S never need them.
+enter a decay, not even in rounding. All exponents here are in base 2, which GPUs raise to a power in one instruction.
 
 Shapes: C chunk, K key dim (a tile's width).
 """
@@ -23,8 +27,10 @@ import triton.language as tl
 
 from hybrid_jax.kernels.device import BLOCK, dot, load_rows
 
-# exp(64) and exp(-64) leave ten decimal digits to the end of the range of fp32 and of bf16, for what they multiply.
-STEEPEST, CENTRE = tl.constexpr(-128.0), tl.constexpr(64.0)
+# 2^96 and 2^-96 leave nine decimal digits to the end of the range of fp32 and of bf16, for what they multiply.
+STEEPEST, CENTRE = tl.constexpr(-192.0), tl.constexpr(96.0)
+UNCENTRE = tl.constexpr(2.0**-96)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -57,25 +63,32 @@ def log_decays(
     FORM: tl.constexpr,
     BOUND: tl.constexpr,
 ):
-    """(raw gates + bias, log decays g <= 0) of chunk n [C, K] fp32; g is 0 past the last token."""
+    """(raw gates + bias, log2 of the decays g <= 0) of chunk n [C, K] fp32; g is 0 past the last token."""
     x = load_rows(gates + (b * T * HV + head) * K, n * C, HV * K, key, C, T, K).to(tl.float32)
     g = x
     if FORM != "log":
         x += tl.load(dt_bias + head * K + key, mask=key < K, other=0.0)[None, :]
         rate = tl.exp(tl.load(A_log + head))
         if FORM == "softplus":
-            g = -rate * (tl.maximum(x, 0.0) + _log1p(tl.exp(-tl.abs(x))))
+            g = (rate * -LOG2_E) * (tl.maximum(x, 0.0) + _log1p(tl.exp2(tl.abs(x) * -LOG2_E)))
         else:
-            g = BOUND * tl.sigmoid(rate * x)
+            g = tl.sigmoid(rate * x) * (BOUND * LOG2_E)
         g = tl.where((tl.arange(0, C) < T - n * C)[:, None], g, 0.0)
+    else:
+        g *= LOG2_E
     # Whatever decays by more than this is zero; an infinite gate would make 0 * inf in a sum.
     return x, tl.maximum(g, -1e4)
 
 
 @triton.jit
-def _sums(keep, high, low, PARTS: tl.constexpr):
-    """Of each row the gates that `keep` [C,C] selects, summed [C,K]; g as high and low part."""
-    matrix = keep.to(high.dtype)
+def selecting(keep, dtype: tl.constexpr):
+    """`keep` [C,C] as a matrix of 0 and 1, for `sums`."""
+    return tl.where(keep, tl.full(keep.shape, 1.0, dtype), tl.full(keep.shape, 0.0, dtype))
+
+
+@triton.jit
+def sums(matrix, high, low, PARTS: tl.constexpr):
+    """Of each row what `matrix` [C,C] selects of x = high + low [C,K], summed [C,K]."""
     x = dot(matrix, high)
     if PARTS == 2:
         x += dot(matrix, low)
@@ -83,26 +96,66 @@ def _sums(keep, high, low, PARTS: tl.constexpr):
 
 
 @triton.jit
-def block_sums(high, low, document, C: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr):
-    """G: the gates from the block's start through each token, those of its document summed [C,K]."""
+def up_to(document, C: tl.constexpr, PACKED: tl.constexpr, dtype: tl.constexpr):
+    """Selects the tokens from a block's start through each token, those of its document. Their gates' sum is G."""
     at = tl.arange(0, C)
     row, column = at[:, None], at[None, :]
     keep = (column <= row) & (row // BLOCK == column // BLOCK)
     if PACKED:
         keep = keep & (document[:, None] == document[None, :])
-    return _sums(keep, high, low, PARTS)
+    return selecting(keep, dtype)
 
 
 @triton.jit
-def row_decay(sums):
-    """exp(G + CENTRE)."""
-    return tl.exp(sums + CENTRE)
+def rest(C: tl.constexpr, dtype: tl.constexpr):
+    """Selects the tokens after each token to its block's end."""
+    at = tl.arange(0, C)
+    row, column = at[:, None], at[None, :]
+    return selecting((column > row) & (row // BLOCK == column // BLOCK), dtype)
 
 
 @triton.jit
-def column_decay(sums):
-    """exp(-G - CENTRE), finite for steep rows too."""
-    return tl.exp(-tl.maximum(sums, STEEPEST) - CENTRE)
+def others(C: tl.constexpr, dtype: tl.constexpr):
+    """Selects the tokens of the other blocks."""
+    at = tl.arange(0, C) // BLOCK
+    return selecting(at[:, None] != at[None, :], dtype)
+
+
+@triton.jit
+def outer_decays(other, high, low, C: tl.constexpr, PARTS: tl.constexpr):
+    """The decays over all blocks of the chunk before a token's own, and over all after it, each [C,K], C > BLOCK;
+    `other` as of `others`."""
+    at = tl.arange(0, C)
+    row, column = at[:, None] // BLOCK, at[None, :] // BLOCK
+    if C == 32:
+        before = tl.exp2(sums(other, high, low, PARTS))
+        after = tl.where(row == 0, before, 1.0)
+        before = tl.where(row == 1, before, 1.0)
+    else:
+        before = tl.exp2(sums(selecting(column < row, high.dtype), high, low, PARTS))
+        after = tl.exp2(sums(selecting(column > row, high.dtype), high, low, PARTS))
+    return before, after
+
+
+@triton.jit
+def middle_decay(high, low, C: tl.constexpr, PARTS: tl.constexpr):
+    """Of a chunk of four blocks the decays between a token's block and the chunk's middle [C,K]."""
+    at = tl.arange(0, C)
+    row, column = at[:, None] // BLOCK, at[None, :] // BLOCK
+    keep = ((row == 0) & (column == 1)) | ((row == 3) & (column == 2))
+    return tl.exp2(sums(selecting(keep, high.dtype), high, low, PARTS))
+
+
+@triton.jit
+def row_decay(total, norm):
+    """norm exp(G + CENTRE) of sums G, `total` [C,K]; norm [C]."""
+    return tl.exp2(total + (tl.log2(norm) + CENTRE)[:, None])
+
+
+@triton.jit
+def column_decay(total, norm):
+    """norm exp(-G - CENTRE), finite for steep rows too."""
+    return tl.exp2((tl.log2(norm) - CENTRE)[:, None] - tl.maximum(total, STEEPEST))
 
 
 @triton.jit
@@ -133,28 +186,7 @@ def square_decay(high, low, level, C: tl.constexpr, PARTS: tl.constexpr):
     at = tl.arange(0, C)
     row, column = at[:, None], at[None, :]
     middle = ((row >> level) | 1) << level
-    through = (middle <= column) & (column <= row)
+    before = (middle <= column) & (column <= row)
     after = (row < column) & (column < middle)
-    return tl.exp(_sums(((row >= middle) & through) | ((row < middle) & after), high, low, PARTS))
-
-
-@triton.jit
-def widest_level(C: tl.constexpr):
-    """The level of the widest square of a chunk."""
-    return 3 if C == 16 else 4 if C == 32 else 5
-
-
-@triton.jit
-def entering_decay(high, low, sums, C: tl.constexpr, PARTS: tl.constexpr):
-    """The decay from the chunk's start through each token of the first document [C,K]; `sums` as of `block_sums`."""
-    if C > BLOCK:
-        at = tl.arange(0, C)
-        sums = _sums(at[None, :] <= at[:, None], high, low, PARTS)
-    return tl.exp(sums)
-
-
-@triton.jit
-def leaving_decay(high, low, C: tl.constexpr, PARTS: tl.constexpr):
-    """The decay after each token to the chunk's end [C,K]."""
-    at = tl.arange(0, C)
-    return tl.exp(_sums(at[None, :] > at[:, None], high, low, PARTS))
+    keep = ((row >= middle) & before) | ((row < middle) & after)
+    return tl.exp2(sums(selecting(keep, high.dtype), high, low, PARTS))

@@ -4,8 +4,8 @@
     S <- diag(gamma_C) S + X^T E,  X = T'^T (Lambda K),
 
 gamma_i the decays from the chunk's start through token i, Lambda_j those after j to its end, both at most 1. What is
-multiplied with decays (gamma K, scale gamma Q, X) is written once, by `prepare`, as are T' and P, whose pairs of
-tokens are covered by dyadic squares (kernels.kda.decays): no exponent is positive for any gates.
+multiplied with decays (gamma K, scale gamma Q, X) is written once, by `prepare`, as are T' and P; how their pairs of
+tokens are covered without overflow, for any gates, says kernels.kda.decays.
 
 The log decays g come from the raw gate inside the kernels, forward and again backward:
 
@@ -26,10 +26,11 @@ of a chunk in which a gate lies; both tokens of a pair add the same product, so 
 cancel exactly.
 
 Precision with bf16 inputs: as in kernels.gdn.triton; gates, decays and their sums are fp32, decayed keys and queries
-are rounded to bf16 for the dots, and those of A and X keep 16 bits.
+are rounded to bf16 for the dots. Those of A keep 16 bits within blocks. What is at most 4 and matters beside larger
+terms only is fp16, with three bits more than bf16: pairs of different blocks, and both factors of X.
 
 Bytes a token and value head, R value heads a q/k head, bf16, q and k read once a group thanks to the cache: prepare
-4K/R + 8K + 6C + 12; scan 4K + 2V + 2KV/C; output 4K + 4V + 6C + 2KV/C; value_gradients 6K + 8V + 8C + 2KV/C;
+4K/R + 8K + 6C + 12, and 4K within the cache; scan 4K + 2V + 2KV/C; output 4K + 4V + 6C + 2KV/C; value_gradients 6K + 8V + 8C + 2KV/C;
 reverse_scan 6K + 6V + 2KV/C; state_gradients 4K + 6V + 2C + 4KV/C; input_gradients 8K/R + 10K + 4C. With `prepare`
 twice 16K/R + 50K + 26V + 32C + 12KV/C: for K = 32, V = 64, R = 1, C = 16 5.8 KB, for K = V = 128, C = 32 19 KB. Reading
 and writing every tensor of forward and backward once takes 12K/R + 6K + 14V bytes.

@@ -232,8 +232,8 @@ def _sum_from(x, document, PACKED: tl.constexpr, PARTS: tl.constexpr, dtype: tl.
 
 @triton.jit
 def _decayed_gradients(q_tile, k_tile, a, p, q_rows, k_rows, columns):
-    """What a and p [C,C], gradients of pairs of rows k k_rows and q q_rows and columns k columns, give to q, to k and to
-    the sums of gates through each token, all [C,channels]."""
+    """What a and p [C,C], gradients of pairs of rows k k_rows and q q_rows and columns k columns, give to q, to k and
+    to the sums of gates through each token, all [C,channels]."""
     dtype: tl.constexpr = a.dtype
     k_wide, k_row = round_to(k_tile * k_rows, dtype)
     q_wide, q_row = round_to(q_tile * q_rows, dtype)

@@ -30,10 +30,10 @@ are rounded to bf16 for the dots. Those of A keep 16 bits within blocks. What is
 terms only is fp16, with three bits more than bf16: pairs of different blocks, and both factors of X.
 
 Bytes a token and value head, R value heads a q/k head, bf16, q and k read once a group thanks to the cache: prepare
-4K/R + 8K + 6C + 12, and 4K within the cache; scan 4K + 2V + 2KV/C; output 4K + 4V + 6C + 2KV/C; value_gradients 6K + 8V + 8C + 2KV/C;
-reverse_scan 6K + 6V + 2KV/C; state_gradients 4K + 6V + 2C + 4KV/C; input_gradients 8K/R + 10K + 4C. With `prepare`
-twice 16K/R + 50K + 26V + 32C + 12KV/C: for K = 32, V = 64, R = 1, C = 16 5.8 KB, for K = V = 128, C = 32 19 KB. Reading
-and writing every tensor of forward and backward once takes 12K/R + 6K + 14V bytes.
+4K/R + 8K + 6C + 12 (and 4K that stay in it); scan 4K + 2V + 2KV/C; output 4K + 4V + 6C + 2KV/C; value_gradients
+6K + 8V + 8C + 2KV/C; reverse_scan 6K + 6V + 2KV/C; state_gradients 4K + 6V + 2C + 4KV/C; input_gradients 8K/R + 10K
++ 4C. With `prepare` twice 16K/R + 50K + 26V + 32C + 12KV/C: for K = 32, V = 64, R = 1, C = 16 5.8 KB, for K = V = 128,
+C = 32 19 KB. Reading and writing every tensor of forward and backward once takes 12K/R + 6K + 14V bytes.
 
 Shapes: B batch, T time, H q/k heads, R value heads per q/k head, HV = H R, K key dim, V value dim, N chunks, C chunk.
 """

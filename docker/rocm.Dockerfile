@@ -2,13 +2,15 @@
 #
 #   docker build -f docker/rocm.Dockerfile -t hybrid_jax:rocm .
 #   docker run --rm -it --device=/dev/kfd --device=/dev/dri --group-add=video --ipc=host --shm-size=64g \
-#     --security-opt=seccomp=unconfined --network=host --ulimit=memlock=-1 \
+#     --user="$(id -u):$(id -g)" --env=USER --env=HOME=/tmp --security-opt=seccomp=unconfined \
+#     --network=host --ulimit=memlock=-1 \
 #     --volume="$PWD":/workspace/hybrid_jax hybrid_jax:rocm \
 #     python3 launch.py --config=configs/gdn_300m.py:smoke --platform=rocm
 #
 # --device: the GPUs. --group-add=video: the group of their files (on some hosts it is `render`: give its number).
-# --ipc and --shm-size: RCCL shares memory between processes, and fails in docker's 64 MB. seccomp=unconfined: its
-# direct copies between GPUs. --network=host and memlock: several hosts, RDMA.
+# --ipc: RCCL shares memory between processes, and fails in docker's 64 MB; where the host's may not be shared, leave
+# --ipc out and --shm-size does. --user: runs/ then belongs to you. seccomp=unconfined: direct copies between GPUs.
+# --network=host and memlock: several hosts, RDMA.
 ARG IMAGE=rocm/jax-training:maxtext-v26.5
 FROM ${IMAGE}
 

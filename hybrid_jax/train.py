@@ -50,6 +50,8 @@ from hybrid_jax.sample import on_one_device, prompt_ids, sample
 from hybrid_jax.signals import StopRequest, exit_code
 from hybrid_jax.step import Programs, batch_shape
 
+_COMPILE_SECONDS = 3600  # that one process may take longer than another
+
 
 def run(cfg: Config) -> None:
     """Trains as `cfg` says. Raises UserError for what the user can mend, SystemExit(130 or 143) after a
@@ -248,6 +250,8 @@ class Training:
             self.console.phase(f"gemm cache: {note}")
         self.console.phase("compiling the training step")
         step_fn = self.programs.compile_step()
+        # Collectives of CPUs wait half a minute for each other, and compiling may take one process longer than that.
+        distributed.agree("", "compiling the training step", _COMPILE_SECONDS)
         self._keep_choices()
         if self.checkpoints:
             self.programs.inspect(self.state["params"])  # compiles what the first checkpoint would wait for

@@ -202,6 +202,22 @@ def test_one_that_dies_ends_the_other_with_a_line_that_names_it(victim, tmp_path
         assert all(map(ends, trainers))
 
 
+@pytest.mark.slow
+def test_one_that_compiles_for_much_longer_is_waited_for(tmp_path, compile_once):
+    """CPUs' collectives give up after 30 s."""
+    more = ("--heartbeat_seconds=120", "--config.train.steps=3", "--config.checkpoint.every_steps=0")
+    with Pair(tmp_path, compile_once, *more) as pair:
+        info, end = tmp_path / "run" / "logs" / "rank-1" / "info.log", time.monotonic() + 120
+        while not (info.exists() and "compiling the training step" in info.read_text()):
+            assert time.monotonic() < end and pair.processes[0].poll() is None, pair.said(0)
+            time.sleep(0.01)
+        trainer = pair.trainer(1)
+        os.kill(trainer, signal.SIGSTOP)
+        time.sleep(45)
+        os.kill(trainer, signal.SIGCONT)
+        assert [process.wait(60) for process in pair.processes] == [0, 0], pair.said(0) + pair.said(1)
+
+
 def test_an_error_in_one_process_is_not_waited_out_by_it(tmp_path, compile_once):
     with Pair(tmp_path, compile_once, "--expected_devices=3") as pair:
         assert [process.wait(60) for process in pair.processes] == [2, 2], pair.said(0) + pair.said(1)

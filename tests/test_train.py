@@ -537,3 +537,12 @@ def test_two_processes_go_on_from_one_equal_it_stop_together_and_resume_as_one(t
     moved = {"data__path": f"{tmp_path}/moved_a:7,{tmp_path}/moved_b:3", "train__micro_batch_size": 2}
     train.run(small_run(tmp_path / "two", **moved))
     assert "note:" not in (tmp_path / "two" / "train.log").read_text()
+
+
+def test_processes_meet_when_the_step_is_compiled(tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(train.distributed, "agree", lambda said, doing, *rest: called.append(doing) or {})
+    compile_step = train.Programs.compile_step
+    monkeypatch.setattr(train.Programs, "compile_step", lambda self: called.append("compile") or compile_step(self))
+    train.run(tiny_config(tmp_path, train__steps=1, model__pattern="-", checkpoint__every_steps=0))
+    assert called[-2:] == ["compile", "compiling the training step"]

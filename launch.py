@@ -222,8 +222,9 @@ def start_devices(values: flags.FlagValues, group: cluster.Group | None, gemm_fo
 
 def compile_only(config: Config) -> int:
     """--dry_run=compile: the dry-run table, then what compiling the step for these devices tells."""
-    from hybrid_jax import data, report
+    from hybrid_jax import data, report, train
 
+    train.check_alike(config)
     config = report.on_these_devices(config)  # first: a mistake is to be one line and nothing else
     found = data.dry_run(config)
     print(f"{report.dry_run(config)}\n\n{found}\n", flush=True)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +248,42 @@ def _agree(
 def everywhere(ok: bool, doing: str = "waiting for each other") -> bool:
     """Whether `ok` holds in every process of the run; all of them must ask. Raises MissingProcesses."""
     return not agree("" if ok else "no", doing)
+
+
+_KINDS = 8  # of configs that are compared key by key
+_SHOWN = 60  # characters of a value
+
+
+def check_alike(values: Mapping[str, Any], doing: str, remedy: str) -> None:
+    """Raises UserError, the same in every process, unless `values` (JSON-ready) are the same in all of them.
+
+    The line names the first key that differs, and which processes have which value. All processes must ask; `doing` is
+    what MissingProcesses says that they do.
+    """
+    import jax
+
+    text = json.dumps(values)
+    kinds: dict[str, list[int]] = {}
+    for process, digest in agree(hashlib.sha256(text.encode()).hexdigest(), doing).items():
+        kinds.setdefault(digest, []).append(process)
+    if len(kinds) < 2:
+        return
+    first = [which[0] for which in kinds.values()][:_KINDS]
+    said = agree(text if jax.process_index() in first else "", doing)
+    raise UserError(
+        _difference({process: json.loads(said[process]) for process in first}, list(kinds.values()), remedy)
+    )
+
+
+def _difference(said: Mapping[int, Mapping[str, Any]], kinds: list[list[int]], remedy: str) -> str:
+    """said: by the first process of each kind. kinds: of all, the processes that are alike."""
+    keys = dict.fromkeys(key for values in said.values() for key in values)
+    key = next(key for key in keys if len({json.dumps(values.get(key)) for values in said.values()}) > 1)
+    by_value: dict[str, list[int]] = {}
+    for which in kinds:
+        if which[0] in said:
+            value = repr(said[which[0]].get(key))
+            value = value if len(value) <= _SHOWN else value[: _SHOWN - 3] + "..."
+            by_value.setdefault(value, []).extend(which)
+    told = "; ".join(f"{value} in {named(sorted(which))}" for value, which in by_value.items())
+    return f"{key}: {told}; {remedy}"

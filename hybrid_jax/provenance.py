@@ -29,6 +29,13 @@ _FREE_KEYS = {
     "model": ("remat", "remat_layers", "loss_chunk_tokens"),
     "optimizer": (),
 }
+# Keys that may differ between the processes of a run: folders of a host, whose content is compared, and what process 0
+# alone writes.
+_OF_A_PROCESS = (
+    *("workdir", "workspace", "group", "user", "data.path", "data.validation_path", "data.cache_dir"),
+    *("tune.gemm_cache", "checkpoint.init_from"),
+    *("log.tensorboard", "log.wandb", "log.wandb_mode", "log.wandb_project"),
+)
 _GIT_SECONDS = 10
 _DIGEST = re.compile(r"\b[0-9a-f]{32,}$")
 _NAMED_CHANGES = 8  # more are counted
@@ -59,6 +66,14 @@ def describe(cfg: Config, data: Mapping[str, str]) -> dict[str, Any]:
         "data": fingerprint(identity),
         "data_identity": identity,
     }
+
+
+def of_every_process(cfg: Config) -> dict[str, Any]:
+    """The values of the config that have to be the same in all processes of a run, by key."""
+    from hybrid_jax import config as config_lib
+
+    values = _flat(config_lib.to_dict(cfg), "config")
+    return {key: value for key, value in values.items() if key.removeprefix("config.") not in _OF_A_PROCESS}
 
 
 @functools.cache

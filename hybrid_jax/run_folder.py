@@ -5,12 +5,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 _OF_A_START = {".lock", "train.log", "logs", "checkpoints"}  # what is there before anything of the run itself
+
+
+_MARK = ".seen_by_all-"  # and a number nobody else draws
+_SEE_SECONDS = 10.0  # for what another host wrote to come through a network's file system
+_AGAIN_SECONDS = 0.2
 
 
 class RunFolder:
@@ -51,6 +59,24 @@ class RunFolder:
         self._lock = lock
         return ""
 
+    @contextlib.contextmanager
+    def mark(self) -> Iterator[str]:
+        """A file in the folder, by whose name the other processes tell that they see the same one."""
+        name = _MARK + secrets.token_hex(8)
+        (self.folder / name).touch()
+        try:
+            yield name
+        finally:
+            (self.folder / name).unlink(missing_ok=True)
+
+    def sees(self, mark: str) -> bool:
+        end = time.monotonic() + _SEE_SECONDS
+        while not (self.folder / mark).exists():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_AGAIN_SECONDS)
+        return True
+
     def release(self) -> None:
         if self._lock:
             self._lock.close()
@@ -74,6 +100,6 @@ class RunFolder:
 
 def _names(folder: Path) -> set[str]:
     try:
-        return {path.name for path in folder.iterdir()}
+        return {path.name for path in folder.iterdir() if not path.name.startswith(_MARK)}
     except OSError:  # it is not there, or is a file: `claim` says so
         return set()

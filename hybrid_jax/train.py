@@ -7,6 +7,7 @@ update.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -57,6 +58,7 @@ def run(cfg: Config) -> None:
     """Trains as `cfg` says. Raises UserError for what the user can mend, SystemExit(130 or 143) after a
     signal."""
     distributed.initialize(cluster.find())
+    check_alike(cfg)
     main = distributed.is_main()
     workdir = Path(cfg.workdir).expanduser()
     folder = RunFolder(workdir, jax.process_index())
@@ -64,6 +66,7 @@ def run(cfg: Config) -> None:
         problem = folder.claim() if main else ""
         if not distributed.everywhere(not problem):
             raise UserError(problem or "config.workdir: process 0 cannot use it; its own output says why")
+        _see(folder)
         _logged(cfg, workdir, main)
     except UserError:
         folder.unmake()
@@ -73,6 +76,29 @@ def run(cfg: Config) -> None:
         raise UserError(f"{place}: {error.strerror or error}; the run's folder is {workdir}") from error
     finally:
         folder.release()
+
+
+def check_alike(cfg: Config) -> None:
+    """Raises UserError in every process of the run unless all have the same config, but for the folders of a host."""
+    remedy = "start all processes with the same config"
+    distributed.check_alike(provenance.of_every_process(cfg), "comparing the configs", remedy)
+
+
+def _see(folder: RunFolder) -> None:
+    """Raises UserError in every process unless all of them see the folder that process 0 writes to."""
+    if jax.process_count() == 1:
+        return
+    doing = "looking for config.workdir"
+    with folder.mark() if distributed.is_main() else contextlib.nullcontext("") as mark:
+        shown = distributed.agree(mark and json.dumps([mark, str(folder.folder.absolute())]), doing)
+        mark, path = json.loads(shown[0])
+        blind = distributed.agree("" if folder.sees(mark) else "no", doing)
+    if blind:
+        raise UserError(
+            f"config.workdir: {path} of {distributed.named([0])} is not what {distributed.named(list(blind))} "
+            f"see{'s' * (len(blind) == 1)} there; checkpoints are written by all processes together, so set it to a "
+            "folder on a file system that all hosts share"
+        )
 
 
 def _logged(cfg: Config, workdir: Path, main: bool) -> None:
@@ -119,6 +145,12 @@ def _run(cfg: Config, workdir: Path, console: metrics.Console) -> None:
         if hosts := distributed.table():
             console.text(f"\n{hosts}\n")
         console.text(f"data        {train_data.description}")
+    held_out = valid_data.identity if valid_data is not None else {}
+    distributed.check_alike(
+        {**train_data.identity, **{f"validation: {part}": value for part, value in held_out.items()}},
+        "comparing the data",
+        "give all processes the same data, in whatever folder it is",
+    )
     prompt = prompt_ids(cfg.eval, train_data.tokenizer)  # now and not after the run, as it may fail
 
     # ---- state: restored, or fresh -----------------------------------------------

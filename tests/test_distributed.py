@@ -1,11 +1,13 @@
 """Several processes as one run: how they meet, and what is said of those that do not come."""
 
+import concurrent.futures
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -133,6 +135,49 @@ def test_a_service_that_fails_is_one_line():
         _agree(Broken({1: "", 2: "", 3: ""}))
 
 
+def _compared(values, monkeypatch):
+    """What `check_alike` says in each process, a thread of this one."""
+    import jax
+
+    own, all_here, said = threading.local(), threading.Barrier(len(values), timeout=20), {}
+    monkeypatch.setattr(jax, "process_index", lambda: own.index)
+    monkeypatch.setattr(distributed, "members", [Member(f"n{i}", "", 1, "cpu", "", "", 0) for i in range(len(values))])
+
+    def agree(text, doing):
+        said[own.index] = text
+        all_here.wait()
+        found = {process: said[process] for process in sorted(said) if said[process]}
+        all_here.wait()
+        return found
+
+    monkeypatch.setattr(distributed, "agree", agree)
+
+    def process(index):
+        own.index = index
+        try:
+            distributed.check_alike(values[index], "comparing", "start all with the same")
+        except UserError as error:
+            return str(error)
+        return ""
+
+    with concurrent.futures.ThreadPoolExecutor(len(values)) as pool:
+        return list(pool.map(process, range(len(values))))
+
+
+def test_what_differs_between_processes_is_named_to_all(monkeypatch):
+    alike = {"config.model.remat": "none", "config.train.seed": 42, "config.train.steps": 8}
+    assert _compared([alike] * 4, monkeypatch) == [""] * 4
+    lines = _compared(
+        [alike, {**alike, "config.train.seed": 7}, alike, {**alike, "config.train.steps": 9}], monkeypatch
+    )
+    said = "config.train.seed: 42 in processes 0,2-3 (n0, n2, n3); 7 in process 1 (n1); start all with the same"
+    assert lines == [said] * 4
+    lines = _compared([{"a": "x" * 5000}, {"a": "x" * 5000, "b": 1}], monkeypatch)
+    assert lines == ["b: None in process 0 (n0); 1 in process 1 (n1); start all with the same"] * 2
+    lines = _compared([{"a": i} for i in range(12)], monkeypatch)
+    assert lines[11].startswith("a: 0 in process 0 (n0); 1 in process 1 (n1); ") and len(set(lines)) == 1
+
+
 # ---- two processes, as `python launch.py` starts them ----
 
 ROOT = Path(__file__).parents[1]
@@ -141,7 +186,7 @@ ROOT = Path(__file__).parents[1]
 class Pair:
     """Two processes of one run on this machine, each a program of its own."""
 
-    def __init__(self, folder, environment, *more):
+    def __init__(self, folder, environment, *more, of_second=()):
         port = free_port()
         self.folder = folder
         arguments = [
@@ -157,7 +202,13 @@ class Pair:
         self.processes = []
         for index in range(2):
             with self.out[index].open("w") as out:
-                command = [sys.executable, "launch.py", *arguments, f"--process_id={index}"]
+                command = [
+                    sys.executable,
+                    "launch.py",
+                    *arguments,
+                    f"--process_id={index}",
+                    *(of_second if index else ()),
+                ]
                 self.processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out))
 
     def __enter__(self):
@@ -224,6 +275,21 @@ def test_an_error_in_one_process_is_not_waited_out_by_it(tmp_path, compile_once)
         host = socket.gethostname()
         line = f"error: --expected_devices: 3 expected, but there are 2: processes 0-1 ({host}): 1 x cpu\n"
         assert pair.said(0) == line == pair.said(1)
+
+
+def test_processes_with_other_configs_or_other_folders_do_not_train_together(tmp_path, compile_once):
+    host = socket.gethostname()
+    with Pair(tmp_path, compile_once, of_second=("--config.train.seed=7",)) as pair:
+        assert [process.wait(60) for process in pair.processes] == [2, 2], pair.said(0) + pair.said(1)
+        line = f"error: config.train.seed: 3 in process 0 ({host}); 7 in process 1 ({host}); start all processes with "
+        assert pair.said(0) == line + "the same config\n" == pair.said(1)
+    with Pair(tmp_path, compile_once, of_second=(f"--config.workdir={tmp_path}/local",)) as pair:
+        assert [process.wait(60) for process in pair.processes] == [2, 2], pair.said(0) + pair.said(1)
+        line = (
+            f"error: config.workdir: {tmp_path}/run of process 0 ({host}) is not what process 1 ({host}) sees there; "
+        )
+        assert pair.said(0).startswith(line) and pair.said(0) == pair.said(1) and pair.said(0).count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.0", "out.1"]
 
 
 def test_a_signal_to_one_parent_stops_both(tmp_path, compile_once):

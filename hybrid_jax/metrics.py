@@ -351,15 +351,16 @@ class Clock:
 
     A mark is made when a step's numbers arrive, while the next step is already on its way. Between two such marks
     lies one step. Before the first mark lies the filling of that pipeline and before a drained one its emptying:
-    these intervals are longer or shorter than a step, and count only while there is nothing better.
+    these intervals are longer or shorter than a step, so both count only while there is nothing better, the emptying
+    together with all since the start.
     """
 
     def __init__(self, tokens_per_step: int):
         self.tokens_per_step = tokens_per_step
         self._smoothed = math.nan  # seconds per step over the last ~20 steps
-        self._rough = math.nan  # seconds of the last interval that is not a step's
-        self._at = time.perf_counter()
-        self._filling = True
+        self._rough = math.nan  # the same where no interval was a step's
+        self._at = self._started = time.perf_counter()
+        self._marks = 0  # since it started
         self._seconds, self._steps = 0.0, 0
 
     @property
@@ -368,14 +369,16 @@ class Clock:
 
     def start(self) -> None:
         """Begins to count here; what went by since the last mark is not training."""
-        self._at, self._filling = time.perf_counter(), True
+        self._at = self._started = time.perf_counter()
+        self._marks = 0
 
     def mark(self, drained: bool = False) -> None:
         """A step has ended; `drained`: with no other behind it."""
         now = time.perf_counter()
         seconds, self._at = now - self._at, now
-        if self._filling or drained:
-            self._rough, self._filling = seconds, False
+        self._marks += 1
+        if self._marks == 1 or drained:
+            self._rough = (now - self._started) / self._marks
             return
         self._seconds += seconds
         self._steps += 1

@@ -278,6 +278,20 @@ def test_clock_of_one_step(monkeypatch):
     assert clock.take() == clock.take() == pytest.approx(200)
 
 
+def test_clock_of_a_pipeline_that_only_fills_and_drains(monkeypatch):
+    """A device that computes both steps before the first one's numbers can be read, as between two checkpoints."""
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    clock = metrics.Clock(tokens_per_step=1000)
+    clock.start()
+    now[0] += 8.0
+    clock.mark()
+    assert clock.take() == pytest.approx(125)
+    now[0] += 0.001
+    clock.mark(drained=True)
+    assert clock.take() == pytest.approx(250, rel=1e-3)
+
+
 def test_short_numbers_and_durations():
     assert [metrics.short(x) for x in (950, 12_345, 4_560_000, 2.5e9)] == ["950", "12.3k", "4.56M", "2.5G"]
     assert [metrics.duration(s) for s in (9, 605, 3725, 90061)] == ["0:09", "10:05", "1:02:05", "1d 01:01:01"]

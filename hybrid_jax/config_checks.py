@@ -313,15 +313,21 @@ def mesh_shape(mesh: MeshConfig, num_devices: int) -> tuple[int, int, int]:
     """(data, fsdp, tensor) sizes that multiply to `num_devices`, -1 inferred. Raises UserError if none do."""
     inner = mesh.fsdp * mesh.tensor
     data = num_devices // inner if mesh.data == -1 else mesh.data
-    if data < 1 or data * inner != num_devices:
-        remedy = "set mesh.data to -1 to use all of them"
-        if num_devices % inner:
-            remedy = f"use a multiple of {inner} devices, or others for mesh.fsdp and mesh.tensor"
+    if data * inner == num_devices and data:
+        return data, mesh.fsdp, mesh.tensor
+    there = f"{num_devices} device{'s'[: num_devices != 1]}"
+    if num_devices % inner:
+        key = "fsdp" if mesh.fsdp > 1 else "tensor"
+        both = f"{mesh.fsdp} x tensor {mesh.tensor}" if mesh.fsdp > 1 and mesh.tensor > 1 else f"{inner}"
+        fitting = [str(n) for n in range(1, num_devices + 1) if num_devices % n == 0]
         raise UserError(
-            f"config.mesh.data: {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor} does not make "
-            f"{num_devices} device{'s' if num_devices != 1 else ''}; {remedy}"
+            f"config.mesh.{key}: {both} does not divide {there}; use {', '.join(fitting[-8:])}"
+            f"{' for their product' * (both != str(inner))}, or a multiple of {inner} devices"
         )
-    return data, mesh.fsdp, mesh.tensor
+    raise UserError(
+        f"config.mesh.data: {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor} does not make {there}; set mesh.data "
+        "to -1 to use all of them"
+    )
 
 
 def check_devices(config: Config, num_devices: int, num_processes: int = 1) -> None:

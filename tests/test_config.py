@@ -320,7 +320,15 @@ def test_a_run_cut_short_keeps_the_schedule_of_the_whole_one(name):
             {"mesh.fsdp": "8"},
             4,
             1,
-            "config.mesh.data: -1 x fsdp 8 x tensor 1 does not make 4 devices; use a multiple of 8",
+            "config.mesh.fsdp: 8 does not divide 4 devices; use 1, 2, 4, or a multiple of 8 devices",
+        ),
+        ({"mesh.fsdp": "4"}, 1, 1, "config.mesh.fsdp: 4 does not divide 1 device; use 1, or a multiple of 4 devices"),
+        ({"mesh.tensor": "2"}, 1, 1, "config.mesh.tensor: 2 does not divide 1 device; use 1, or a multiple of 2"),
+        (
+            {"mesh.fsdp": "4", "mesh.tensor": "2"},
+            12,
+            1,
+            "config.mesh.fsdp: 4 x tensor 2 does not divide 12 devices; use 1, 2, 3, 4, 6, 12 for their product, or a",
         ),
         # Its heads can be cut in two.
         (

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"mesh__fsdp": 2}, "config.mesh.data"),
+        ({"mesh__fsdp": 2}, "config.mesh.fsdp"),
         ({"data__source": "files", "data__path": "/nowhere/*.txt"}, "/nowhere"),
         ({"eval__sample_tokens": 3, "eval__sample_prompt": "def"}, "config.eval.sample_prompt"),
         ({"checkpoint__init_from": "/nowhere"}, "/nowhere"),
@@ -40,7 +40,7 @@ def test_what_was_there_stays(tmp_path):
     with pytest.raises(UserError):
         train.run(tiny_config(tmp_path, mesh__fsdp=2))
     assert (tmp_path / "note").read_text() == "mine"
-    assert "error: config.mesh.data" in (tmp_path / "train.log").read_text()
+    assert "error: config.mesh.fsdp" in (tmp_path / "train.log").read_text()
     folder = RunFolder(tmp_path / "new", 0)
     assert folder.claim() == ""
     (tmp_path / "new" / "config.json").touch()  # it has begun
@@ -62,5 +62,7 @@ def test_two_processes_leave_nothing(tmp_path):
     ]
     said = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], said
-    assert all(line.startswith("error: config.mesh.data: -1 x fsdp 3") and line.count("\n") == 1 for line in said)
+    assert all(
+        line.startswith("error: config.mesh.fsdp: 3 does not divide 2") and line.count("\n") == 1 for line in said
+    )
     assert not list(tmp_path.iterdir())

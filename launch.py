@@ -78,8 +78,8 @@ def _define() -> flags.FlagValues:
     flags.DEFINE_string(
         "coordinator_address", "", "HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS)", flag_values=values
     )
-    flags.DEFINE_integer("num_processes", 0, "processes of the run (or JAX_NUM_PROCESSES)", flag_values=values)
-    flags.DEFINE_integer("process_id", -1, "this process's number (or JAX_PROCESS_ID)", flag_values=values)
+    flags.DEFINE_integer("num_processes", None, "processes of the run (or JAX_NUM_PROCESSES)", flag_values=values)
+    flags.DEFINE_integer("process_id", None, "this process's number (or JAX_PROCESS_ID)", flag_values=values)
     flags.DEFINE_string(
         "local_device_ids", "", "this process's GPUs, as 0,1, or all (or JAX_LOCAL_DEVICE_IDS)", flag_values=values
     )

@@ -56,20 +56,24 @@ class _Launcher:
 
 def find(
     coordinator_address: str = "",
-    num_processes: int = 0,
-    process_id: int = -1,
+    num_processes: int | None = None,
+    process_id: int | None = None,
     local_device_ids: str = "",
     environment: Mapping[str, str] | None = None,
 ) -> Group | None:
-    """The run's processes by the arguments ("" / 0 / -1 = not given), else the JAX_* variables, else the launcher.
+    """The run's processes by the arguments ("" or None = not given), else the JAX_* variables, else the launcher.
 
-    None when there is but one. Raises UserError when only a part is given, when a value is impossible, and when what
-    is given contradicts what started the processes.
+    None when there is but one. Raises UserError when only a part is given, when a value is impossible, and when
+    arguments, variables and what started the processes contradict each other.
     """
     env = os.environ if environment is None else environment
-    given = (coordinator_address, str(num_processes or ""), "" if process_id == -1 else str(process_id))
+    given = [coordinator_address, *("" if number is None else str(number) for number in (num_processes, process_id))]
+    found = [env.get(name, "").strip() for name in ENVIRONMENT]
     names = [FLAGS[i] if given[i] else ENVIRONMENT[i] for i in range(3)]
-    values = [given[i] or env.get(ENVIRONMENT[i], "").strip() for i in range(3)]
+    values = [given[i] or found[i] for i in range(3)]
+    for flag, variable, value, other in zip(FLAGS, ENVIRONMENT, given, found, strict=True):
+        if value and other and value != other:
+            raise UserError(f"{flag} is {value}, but {variable} says {other}; leave out the one or unset the other")
     devices = _devices(local_device_ids, env)
     launcher = _launcher(env)
     if not any(values) and launcher is None:
@@ -87,10 +91,11 @@ def find(
             if not values[i]:
                 values[i], names[i] = str(own), variable
         values[0] = values[0] or _address(launcher, env)
+    for i, least in ((1, 1), (2, 0)):
+        if values[i] and _integer(values[i], names[i]) < least:
+            raise UserError(f"{names[i]}: must be at least {least}, not {values[i]}")
     _all_given(values, names)
-    count, index = _integer(values[1], names[1]), _integer(values[2], names[2])
-    if count < 1:
-        raise UserError(f"{names[1]}: must be at least 1, not {count}")
+    count, index = int(values[1]), int(values[2])
     if not 0 <= index < count:
         raise UserError(f"{names[2]}: must be from 0 to {count - 1} ({count} processes), not {index}")
     host, _, port = values[0].rpartition(":")

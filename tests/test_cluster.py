@@ -39,17 +39,18 @@ def test_nothing_asked_for_is_one_process():
 
 def test_environment_and_arguments():
     assert find(**ALL) == Group("127.0.0.1:1234", 4, 3)
-    assert find("host:9", 2, 0, **ALL) == Group("host:9", 2, 0)
-    assert find("", 0, 0, **ALL) == Group("127.0.0.1:1234", 4, 0)
-    assert find("", 0, -1, "0,1", **ALL).devices == "0,1"
+    assert find("host:9", 2, 0) == Group("host:9", 2, 0)
+    assert find("", None, 3, **ALL) == Group("127.0.0.1:1234", 4, 3)  # told twice, the same
+    assert find("", None, 0, **ALL | {"JAX_PROCESS_ID": ""}) == Group("127.0.0.1:1234", 4, 0)
+    assert find("", None, None, "0,1", **ALL).devices == "0,1"
     assert find(**ALL, JAX_LOCAL_DEVICE_IDS=" 2, 3").devices == "2,3"
-    assert find("", 0, -1, "all", **ALL, JAX_LOCAL_DEVICE_IDS="2").devices == "all"
+    assert find("", None, None, "all", **ALL, JAX_LOCAL_DEVICE_IDS="2").devices == "all"
 
 
 def test_slurm():
     assert find(**SLURM) == Group(f"gpu007:{61440 + 70001 % 4096}", 4, 2)
     assert find(**SLURM, JAX_COORDINATOR_PORT="5000").address == "gpu007:5000"
-    assert find("gpu007:99", 0, -1, **SLURM) == Group("gpu007:99", 4, 2)
+    assert find("gpu007:99", None, None, **SLURM) == Group("gpu007:99", 4, 2)
     assert find("gpu007:99", 4, 2, **SLURM) == Group("gpu007:99", 4, 2)  # told twice, the same
     assert find(**SLURM, PMI_SIZE="4", PMI_RANK="2").address.startswith("gpu007:")  # srun --mpi=pmi2
 
@@ -60,7 +61,7 @@ def test_open_mpi_and_pmi():
     assert found == find(**OPEN_MPI, **SLURM)  # mpirun inside a job: the step's tasks are mpirun's own helpers
     assert found.address == find(**OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"}).address
     assert found.address != find(**OPEN_MPI | {"PMIX_NAMESPACE": "prterun-host-78@1"}).address
-    assert find("n1:9", 0, -1, **OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}) == Group("n1:9", 8, 5)
+    assert find("n1:9", None, None, **OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}) == Group("n1:9", 8, 5)
     assert (find(**PMI).count, find(**PMI).index) == (2, 1)
     assert find(**PMI, **SLURM).count == 2  # mpiexec inside a job
 
@@ -102,27 +103,31 @@ def test_slurm_says_where_each_process_runs(tasks, distribution, hosts):
     ("arguments", "environment", "said"),
     [
         (
-            ("host:9", 0, -1),
+            ("host:9", None, None),
             {},
             r"--coordinator_address given without --num_processes .*JAX_NUM_PROCESSES.* and --process_id",
         ),
         (("", 2, 0), {}, r"--num_processes, --process_id given without --coordinator_address"),
-        (("", 0, -1), {"JAX_PROCESS_ID": "0"}, r"JAX_PROCESS_ID given without"),
-        (("", 0, -1), {**ALL, "JAX_NUM_PROCESSES": "two"}, r"JAX_NUM_PROCESSES: 'two' is not a whole number"),
-        (("", 0, -1), {**ALL, "JAX_PROCESS_ID": "4"}, r"JAX_PROCESS_ID: must be from 0 to 3"),
+        (("", None, None), {"JAX_PROCESS_ID": "0"}, r"JAX_PROCESS_ID given without"),
+        (("", None, None), {**ALL, "JAX_NUM_PROCESSES": "two"}, r"JAX_NUM_PROCESSES: 'two' is not a whole number"),
+        (("", None, None), {**ALL, "JAX_PROCESS_ID": "4"}, r"JAX_PROCESS_ID: must be from 0 to 3"),
+        (("", 3, None), ALL, r"^--num_processes is 3, but JAX_NUM_PROCESSES says 4; leave out the one or unset"),
+        (("h:1", None, None), ALL, r"^--coordinator_address is h:1, but JAX_COORDINATOR_ADDRESS says 127.0.0.1:1234"),
+        (("", 0, None), {}, r"^--num_processes: must be at least 1, not 0$"),
+        (("", None, -1), {}, r"^--process_id: must be at least 0, not -1$"),
         (("host:9", -2, 0), {}, r"--num_processes: must be at least 1"),
         (("host", 2, 0), {}, r"--coordinator_address: 'host' is not HOST:PORT"),
         (("host:99999", 2, 0), {}, r"is not HOST:PORT"),
         (("host:9", 2, 0, "0,0"), {}, r"--local_device_ids: '0,0' is not a list of different GPU numbers"),
-        (("", 0, -1), {**ALL, "JAX_LOCAL_DEVICE_IDS": "a"}, r"JAX_LOCAL_DEVICE_IDS: 'a' is not a list"),
-        (("", 8, -1), SLURM, r"--num_processes is 8, but Slurm says 4 \(SLURM_STEP_NUM_TASKS\); leave out --num_proc"),
-        (("", 0, -1), {**SLURM, **ALL}, r"JAX_PROCESS_ID is 3, but Slurm says 2 \(SLURM_PROCID\)"),
-        (("", 0, -1), {k: v for k, v in SLURM.items() if k != "SLURM_PROCID"}, r"SLURM_PROCID is not set"),
-        (("", 0, -1), {**SLURM, "JAX_COORDINATOR_PORT": "99999"}, r"JAX_COORDINATOR_PORT: 99999 is no port"),
-        (("", 0, -1), {**SLURM, "SLURM_STEP_NODELIST": ""}, r"Slurm started 4 processes and does not say where"),
-        (("", 0, 4), OPEN_MPI, r"--process_id is 4, but Open MPI says 5 \(OMPI_COMM_WORLD_RANK\)"),
-        (("", 0, -1), {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, r"Open MPI started 8 processes and does not"),
-        (("", 0, -1), {**PMI, "MPI_LOCALNRANKS": "1"}, r"PMI started 2 processes .*--coordinator_address=HOST:PORT"),
+        (("", None, None), {**ALL, "JAX_LOCAL_DEVICE_IDS": "a"}, r"JAX_LOCAL_DEVICE_IDS: 'a' is not a list"),
+        (("", 8, None), SLURM, r"--num_processes is 8, but Slurm says 4 \(SLURM_STEP_NUM_TASKS\); leave out"),
+        (("", None, None), {**SLURM, **ALL}, r"JAX_PROCESS_ID is 3, but Slurm says 2 \(SLURM_PROCID\)"),
+        (("", None, None), {k: v for k, v in SLURM.items() if k != "SLURM_PROCID"}, r"SLURM_PROCID is not set"),
+        (("", None, None), {**SLURM, "JAX_COORDINATOR_PORT": "99999"}, r"JAX_COORDINATOR_PORT: 99999 is no port"),
+        (("", None, None), {**SLURM, "SLURM_STEP_NODELIST": ""}, r"Slurm started 4 processes and does not say where"),
+        (("", None, 4), OPEN_MPI, r"--process_id is 4, but Open MPI says 5 \(OMPI_COMM_WORLD_RANK\)"),
+        (("", None, None), {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, r"Open MPI started 8 processes and"),
+        (("", None, None), {**PMI, "MPI_LOCALNRANKS": "1"}, r"PMI started 2 processes .*--coordinator_address=HOST"),
     ],
 )  # fmt: skip
 def test_wrong_combinations_are_one_line(arguments, environment, said):

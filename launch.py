@@ -84,7 +84,10 @@ def _define() -> flags.FlagValues:
         "local_device_ids", "", "this process's GPUs, as 0,1, or all (or JAX_LOCAL_DEVICE_IDS)", flag_values=values
     )
     flags.DEFINE_integer(
-        "expected_devices", 0, "devices of the whole run; another number is an error", flag_values=values
+        "expected_devices",
+        0,
+        "devices of the whole run; another number is an error; --dry_run plans for so many",
+        flag_values=values,
     )
     flags.DEFINE_integer(
         "heartbeat_seconds", 30, "after which a silent process of several counts as gone", flag_values=values
@@ -162,6 +165,9 @@ def run(arguments: list[str], supervise: bool = False) -> int:
     if values.dry_run == "report":
         from hybrid_jax import data, report
 
+        if values.expected_devices:
+            _at_least(values, "expected_devices", 0)
+            config = report.on_devices(_for_devices(config, options, values.expected_devices), values.expected_devices)
         found = data.dry_run(config)  # first: a mistake is to be one line and nothing else
         _show(f"{report.dry_run(config)}\n\n{found}")
         return 0
@@ -176,6 +182,9 @@ def run(arguments: list[str], supervise: bool = False) -> int:
     from hybrid_jax.kernels import dispatch
 
     dispatch.check(config.kernels.backend)
+    import jax
+
+    config = _for_devices(config, options, jax.device_count())
     if values.dry_run == "compile":  # allocates no parameters, so the next check is not for it
         return compile_only(config)
     if config_file.split(values.config)[1] == "smoke":
@@ -199,9 +208,28 @@ def _show(text: str) -> None:
 def find_group(values: flags.FlagValues) -> cluster.Group | None:
     """The processes that make this run, None for one alone. Raises UserError."""
     for name, least in (("expected_devices", 0), ("heartbeat_seconds", 5), ("join_seconds", 1)):
-        if getattr(values, name) < least:
-            raise UserError(f"--{name}: must be at least {least}, not {getattr(values, name)}")
+        _at_least(values, name, least)
     return cluster.find(values.coordinator_address, values.num_processes, values.process_id, values.local_device_ids)
+
+
+def _at_least(values: flags.FlagValues, name: str, least: int) -> None:
+    if getattr(values, name) < least:
+        raise UserError(f"--{name}: must be at least {least}, not {getattr(values, name)}")
+
+
+def _for_devices(config: Config, options: Options, count: int) -> Config:
+    """A smoke variant runs as it can on `count` devices, unless the command line has a mesh of its own."""
+    if config_file.split(options.flags.config)[1] != "smoke" or any(
+        key.startswith("mesh.") for key, _ in options.overrides
+    ):
+        return config
+    from hybrid_jax import recipes
+
+    found, mesh = recipes.smoke_on(config, count), config.mesh
+    if found is not config:
+        cuts = f"mesh.fsdp {mesh.fsdp} x mesh.tensor {mesh.tensor}"
+        print(f"note: {cuts} do not divide {count} devices, so each holds the whole model", file=sys.stderr)
+    return found
 
 
 def start_devices(values: flags.FlagValues, group: cluster.Group | None, gemm_folder: str = "") -> None:

@@ -8,6 +8,7 @@ import math
 import re
 from typing import Any
 
+from hybrid_jax import weights
 from hybrid_jax.config import CheckpointConfig, Config, MeshConfig, ModelConfig, RopeConfig
 from hybrid_jax.errors import UserError
 from hybrid_jax.kernels import support
@@ -279,7 +280,7 @@ def _check_tensor(model: ModelConfig, ways: int) -> None:
         if size % ways:
             raise UserError(
                 f"config.mesh.tensor: {ways} devices cannot share config.model.{name} {size}; use "
-                f"{max(n for n in range(1, ways) if size % n == 0)}, or another size"
+                f"{_divisor(size, ways)}, or another size"
             )
 
 
@@ -341,13 +342,40 @@ def check_devices(config: Config, num_devices: int, num_processes: int = 1) -> N
             f"config.train.global_batch_size: {rows} rows do not divide over {ways} devices; use "
             f"{_multiple(rows, ways, micro)}{_shared_rows(config, num_devices, fsdp, tensor)}"
         )
+    check_cuts(config)
     share = rows // ways
     if micro and share % micro:
-        near = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
         raise UserError(
             f"config.train.micro_batch_size: {micro} does not divide the {share} rows of a device "
-            f"({rows} over {ways}); use {near}, or 0 for all at once"
+            f"({rows} over {ways}); use {_divisor(share, micro)}, or 0 for all at once"
         )
+
+
+def check_cuts(config: Config) -> str:
+    """A warning that names the weights that mesh.fsdp leaves whole, "" if there are none. Raises UserError where it
+    cuts none at all."""
+    model, fsdp = config.model, config.mesh.fsdp
+    if fsdp == 1:
+        return ""
+    share, whole = weights.cut_by_fsdp(model, fsdp, config.mesh.tensor)
+    if not whole:
+        return ""
+    width = model.hidden_size
+    remedy = f"a divisor of config.model.hidden_size {width}, such as {_divisor(width, fsdp)}"
+    if not share:
+        raise UserError(
+            f"config.mesh.fsdp: {fsdp} devices cannot cut any weight, so each would hold the whole state; use {remedy}"
+        )
+    remedy = f"; use {remedy}" if width % fsdp else ""
+    return (
+        f"config.mesh.fsdp: {fsdp} devices do not divide {', '.join(whole)}: {1 - share:.2%} of what is to be cut "
+        f"stays whole on each{remedy}"
+    )
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest that is not above `most`."""
+    return max(n for n in range(1, min(size, most) + 1) if size % n == 0)
 
 
 def _multiple(rows: int, ways: int, micro: int) -> str:

@@ -5,11 +5,12 @@ one model into the other. Sources: AMD Primus' Megatron presets (the "clean" rea
 biases, no dropout). Dense models have the sizes of their released config.json.
 """
 
+import dataclasses
 import math
 
 import ml_collections
 
-from hybrid_jax.config import default_config
+from hybrid_jax.config import Config, default_config
 from hybrid_jax.errors import UserError
 
 LLAMA3_VOCAB = 128_256
@@ -98,20 +99,29 @@ def finish(config: ml_collections.ConfigDict, variant: str) -> ml_collections.Co
     """The variant of a full run that follows a config file's colon: "" (the run itself) or "smoke".
 
     `smoke` is the same model on this machine at once: a few steps of a small batch of the Python standard
-    library as bytes (ids below 259, inside any vocabulary), on all devices as copies, no checkpoint. Raises UserError
-    for any other name.
+    library as bytes (ids below 259, inside any vocabulary), on all devices (see `smoke_on`), no checkpoint. Raises
+    UserError for any other name.
     """
     if variant == "":
         return config
     if variant != "smoke":
         raise UserError(f"variant {variant!r} is not known; there is only 'smoke', as in --config=FILE.py:smoke")
-    config.train.update(steps=5, global_batch_size=8, micro_batch_size=0, sequence_length=64)
-    config.mesh.update(data=-1, fsdp=1, tensor=1)
+    rows = math.lcm(8, config.mesh.fsdp)
+    config.train.update(steps=5, global_batch_size=rows, micro_batch_size=0, sequence_length=64)
+    config.mesh.data = -1
     config.optimizer.update(warmup_steps=1, decay_steps=0)
     config.data.update(source="python", tokenizer="bytes")
     config.eval.update(every_steps=0, batches=1, sample_tokens=32)
     config.checkpoint.every_steps = 0
     return config
+
+
+def smoke_on(config: Config, devices: int) -> Config:
+    """A `smoke` config for so many devices: cut by mesh.fsdp and mesh.tensor as the recipe is where these divide them,
+    else copies of the whole model."""
+    if devices % (config.mesh.fsdp * config.mesh.tensor) == 0:
+        return config
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=1, tensor=1))
 
 
 def _base(hidden_size: int, intermediate_size: int) -> ml_collections.ConfigDict:

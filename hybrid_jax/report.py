@@ -5,6 +5,7 @@ Plain text out of plain data; jax is imported only by what has to ask or compile
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from hybrid_jax import __version__, collectives, flops, pattern, planner
 from hybrid_jax.config import Config
-from hybrid_jax.config_checks import check_devices, mesh_shape
+from hybrid_jax.config_checks import check_cuts, check_devices, mesh_shape
 from hybrid_jax.errors import UserError
 
 BYTES_PER_PARAMETER = {"parameters": 4, "gradients": 4, "optimizer": 8}  # all fp32; AdamW has two moments
@@ -53,6 +54,7 @@ def banner(config: Config, devices: Sequence[Any], workdir: str | Path) -> str:
         f"hybrid_jax  {__version__}",
         f"devices     {len(devices)} x {', '.join(kinds)} ({devices[0].platform})" + _of_processes(processes),
         f"mesh        data {data} x fsdp {fsdp} x tensor {tensor}",
+        *_warnings(config),
         *_model_lines(config),
         *_token_lines(config),
         f"output      {workdir}",
@@ -98,10 +100,12 @@ def memory(config: Config) -> list[str]:
         rows.append((part, *(_gib(plan.moments[name].get(part, 0)) for name in names)))
     rows.append(("total", *(_gib(sum(plan.moments[name].values())) for name in names)))
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
-    planned = f", as mesh.data is -1 and a node has {planner.NODE} devices" if config.mesh.data == -1 else ""
+    planned = ", as mesh.data is -1" if config.mesh.data == -1 else ""
+    if planned and math.prod(mesh.values()) <= planner.NODE:
+        planned += f" and a node has {planner.NODE} devices"
     rows_at_once = f"{plan.micro_batch} row{'s'[: plan.micro_batch != 1]} at once"
     steps = f", {plan.accumulation} accumulation steps" if plan.accumulation > 1 else ""
-    lines = [f"planned for {shape}{planned}: {rows_at_once}{steps}"]
+    lines = [f"planned for {shape}{planned}: {rows_at_once}{steps}", *_warnings(config)]
     if config.checkpoint.every_steps:
         lines.append(f"a checkpoint's copy of the state takes {_gib(plan.state)} GiB more, where that is free")
     fitting = [("device", "GiB", "usable", "peak", "fits", "largest micro batch", "least remat for this one")]
@@ -129,11 +133,16 @@ def _gib(size: int) -> str:
 
 
 def on_these_devices(config: Config) -> Config:
-    """`config` with the size of mesh.data that the devices here make. Raises UserError where it cannot run on them."""
+    """`on_devices` for those here."""
     import jax
 
-    check_devices(config, jax.device_count(), jax.process_count())
-    data, _, _ = mesh_shape(config.mesh, jax.device_count())
+    return on_devices(config, jax.device_count(), jax.process_count())
+
+
+def on_devices(config: Config, count: int, processes: int = 1) -> Config:
+    """`config` with the size of mesh.data that `count` devices make. Raises UserError where it cannot run on them."""
+    check_devices(config, count, processes)
+    data, _, _ = mesh_shape(config.mesh, count)
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, data=data))
 
 
@@ -154,7 +163,8 @@ def compiled(config: Config) -> str:
     }
     for name, size in (*sizes.items(), ("total", sum(sizes.values()))):
         rows.append((name, f"{size:,}", f"{size / 2**30:.2f}"))
-    lines = aligned(rows)
+    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    lines = [f"compiled for {shape}", "", *aligned(rows)]
     if jax.default_backend() == "cpu":
         lines.append("Compiled for the CPU, which makes fp32 of bf16, also of what is sent: an upper bound for a GPU.")
     count, found = jax.device_count(), collectives.read(executable.as_text() or "", dict(mesh.shape))
@@ -168,22 +178,26 @@ def check_memory(config: Config) -> None:
     """Raises UserError if parameters, gradients and moments do not fit into this machine. Imports jax."""
     import jax
 
+    plan = planner.predict(config, planner.mesh_of(on_these_devices(config)))
+    state = plan.state + plan.moments["loss"]["moments"] // 2  # gradients are cut as moments are
     local = jax.local_devices()
     if jax.default_backend() == "cpu":
         available, copies, where = host_memory(), len(local), "this machine's memory"
     else:
         available = (local[0].memory_stats() or {}).get("bytes_limit", 0)
         copies, where = 1, f"the memory of a {local[0].device_kind}"
-    check_fits(flops.parameter_count(config.model), copies, available, where)
+    check_fits(flops.parameter_count(config.model), state, copies, available, where)
 
 
-def check_fits(parameters: int, copies: int, available: int, where: str) -> None:
-    """Raises UserError if `copies` of the training state exceed `available` bytes (0 = unknown: passes)."""
-    needed = parameters * copies * sum(BYTES_PER_PARAMETER.values())
-    if available and needed > available:
+def check_fits(parameters: int, state: int, copies: int, available: int, where: str) -> None:
+    """Raises UserError if `copies` of a device's `state` (parameters, gradients, moments; bytes) exceed `available`
+    bytes (0 = unknown: passes)."""
+    whole = sum(BYTES_PER_PARAMETER.values())
+    if available and state * copies > available:
         times = f" on each of {copies} devices" if copies > 1 else ""
+        cut = f", of which a device holds {state / (whole * parameters):.1%}," if state < whole * parameters else ""
         raise UserError(
-            f"config.model: {parameters:,} parameters x 16 bytes{times} need {needed:,} bytes, "
+            f"config.model: {parameters:,} parameters x {whole} bytes{cut}{times} need {state * copies:,} bytes, "
             f"but {where} is {available:,}; take a smaller config or a larger machine (see --dry_run)"
         )
 
@@ -229,6 +243,11 @@ def _token_lines(config: Config) -> list[str]:
         f"tokens      {step:,} a step ({train.global_batch_size:,} x {train.sequence_length:,}), "
         f"{step * train.steps:,} in {train.steps:,} steps"
     ]
+
+
+def _warnings(config: Config) -> list[str]:
+    warning = check_cuts(config)
+    return [f"warning: {warning}"] if warning else []
 
 
 def _giga(number: float) -> str:

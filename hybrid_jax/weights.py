@@ -51,6 +51,19 @@ class Weight(NamedTuple):
         return self.size if self.cuts == INPUTS else self.held({**mesh, "fsdp": 1})
 
 
+def cut_by_fsdp(model: ModelConfig, fsdp: int, tensor: int = 1) -> tuple[float, list[str]]:
+    """(share of what mesh.fsdp is to cut that it does cut, names of the weights that stay whole because no axis of
+    theirs divides)."""
+    mesh = {"data": 1, "fsdp": fsdp, "tensor": tensor}
+    counts = {s: model.layout.count(s) for s in set(model.layout)}
+    found = [(1, w) for w in around(model)] + [(n, w) for s, n in sorted(counts.items()) for w in sublayer(model, s)]
+    meant = [
+        (n * w.size, w.name, w.held(mesh) < w.held({**mesh, "fsdp": 1})) for n, w in found if "fsdp" in sum(w.cuts, ())
+    ]
+    cut = sum(size for size, _, is_cut in meant if is_cut)
+    return cut / sum(size for size, _, _ in meant), list(dict.fromkeys(name for _, name, is_cut in meant if not is_cut))
+
+
 def around(model: ModelConfig) -> list[Weight]:
     """Embedding, final norm and, unless it is tied, head."""
     table = (model.vocab_size, model.hidden_size)

@@ -12,7 +12,7 @@ import ml_collections
 import pytest
 
 from hybrid_jax import config as config_lib
-from hybrid_jax import config_checks, config_file, flops, planner
+from hybrid_jax import config_checks, config_file, flops, planner, recipes
 from hybrid_jax.config import Config, GDNConfig, ModelConfig, default_config
 from hybrid_jax.errors import UserError
 
@@ -479,8 +479,10 @@ def test_a_smoke_variant_is_the_same_model_in_a_few_small_steps(name):
     assert smoke.model == full.model
     assert smoke.train.steps <= 10
     assert smoke.train.global_batch_size * smoke.train.sequence_length <= 1024
-    config_lib.check_devices(smoke, 1)
-    config_lib.check_devices(smoke, 8)
+    for devices in (1, 8, full.mesh.fsdp * full.mesh.tensor):
+        config_lib.check_devices(recipes.smoke_on(smoke, devices), devices)
+    assert smoke.mesh == dataclasses.replace(full.mesh, data=-1)
+    assert recipes.smoke_on(smoke, devices) is smoke
     assert smoke.data.source == "python"
     assert smoke.data.tokenizer == "bytes"
     assert smoke.model.vocab_size >= 259

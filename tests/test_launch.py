@@ -143,7 +143,33 @@ def test_a_dry_run_imports_no_jax_and_writes_nothing(tmp_path):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
 def test_every_smoke_variant_builds(path, capsys):
     assert launch.main([f"--config={path}:smoke", "--dry_run"]) == 0
-    assert "512 a step (8 x 64)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "512 a step (8 x 64)" in out or "1,024 a step (16 x 64)" in out
+
+
+def test_a_dry_run_plans_for_the_devices_that_are_expected(capsys):
+    smoke = [f"--config={ROOT}/configs/hybrid_mamba2_8b.py:smoke", "--dry_run"]
+    for devices, mesh in ((8, "data 1 x fsdp 8"), (4, "data 4 x fsdp 1")):
+        assert launch.main([*smoke, f"--expected_devices={devices}"]) == 0
+        out, err = capsys.readouterr()
+        assert f"planned for {mesh} x tensor 1: " in out
+        assert ("note: mesh.fsdp 8 x mesh.tensor 1 do not divide 4 devices" in err) == (devices == 4)
+    assert launch.main([*smoke, "--expected_devices=4", "--config.mesh.fsdp=8"]) == 2
+    assert "config.mesh.fsdp: 8 does not divide 4 devices" in capsys.readouterr().err
+    assert launch.main([*smoke, "--expected_devices=-4"]) == 2
+    assert "--expected_devices: must be at least 0, not -4" in capsys.readouterr().err
+
+
+def test_an_axis_that_cuts_nothing_is_one_line_and_one_that_leaves_weights_whole_a_warning(capsys):
+    mesh = [f"{TINY}:smoke", "--dry_run", "--config.model.pattern=*-*-", "--config.model.hidden_size=96"]
+    mesh.append("--config.train.global_batch_size=40")
+    assert launch.main([*mesh, "--config.mesh.fsdp=8"]) == 0
+    assert "warning" not in capsys.readouterr().out
+    assert launch.main([*mesh, "--config.mesh.fsdp=5"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: config.mesh.fsdp: 5 devices cannot cut any weight") and "such as 4" in err
+    assert launch.main([*mesh, "--config.mesh.fsdp=20", "--config.model.mla.kv_lora_rank=40"]) == 0
+    assert "warning: config.mesh.fsdp: 20 devices do not divide embed.weight, " in capsys.readouterr().out
 
 
 def test_a_smoke_run_that_does_not_fit_says_how_many_bytes_it_needs(monkeypatch, capsys):
@@ -197,6 +223,8 @@ def test_the_compiled_dry_run_of_more_devices_than_there_are():
     done = command(*SMALL, *options, XLA_FLAGS="--xla_force_host_platform_device_count=2")
     assert done.returncode == 0, done.stderr
     assert "Involuntary" not in done.stderr
+    assert "planned for data 4 x fsdp 4 x tensor 1: " in done.stdout
+    assert "compiled for data 4 x fsdp 4 x tensor 1\n" in done.stdout
     assert re.search(r"^all-gather +fsdp +f32 +layers +\d+ +\d+ +[\d,]+$", done.stdout, re.M), done.stdout
     assert re.search(r"^all-reduce +data +f32 +(-|layers) +\d+ +\d+ +[\d,]+$", done.stdout, re.M), done.stdout
 

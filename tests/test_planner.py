@@ -48,7 +48,14 @@ TEST = [
 
 
 def predicted(name, rows, keys):
-    keys = {"mesh.data": 1, "train.global_batch_size": rows, "train.sequence_length": 2048, **keys}
+    keys = {
+        "mesh.data": 1,
+        "mesh.fsdp": 1,
+        "mesh.tensor": 1,
+        "train.global_batch_size": rows,
+        "train.sequence_length": 2048,
+        **keys,
+    }
     config = config_file.load(f"{ROOT / 'configs' / name}.py:smoke", [(key, str(v)) for key, v in keys.items()])
     return planner.predict(config, planner.mesh_of(config), GPU["H200"].arch)
 

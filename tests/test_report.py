@@ -113,20 +113,23 @@ def test_peak_flops(kind, tflops):
 
 
 def test_a_state_that_does_not_fit_is_one_line_with_the_bytes():
-    report.check_fits(100, 1, 1600, "this machine's memory")
-    report.check_fits(10**12, 1, 0, "unknown")
+    report.check_fits(100, 1600, 1, 1600, "this machine's memory")
+    report.check_fits(10**12, 16 * 10**12, 1, 0, "unknown")
+    report.check_fits(100, 200, 1, 1599, "this machine's memory")
     with pytest.raises(
         UserError, match=r"100 parameters x 16 bytes need 1,600 bytes, but this machine's memory is 1,599;"
     ):
-        report.check_fits(100, 1, 1599, "this machine's memory")
+        report.check_fits(100, 1600, 1, 1599, "this machine's memory")
     with pytest.raises(UserError, match="x 16 bytes on each of 8 devices need 12,800 bytes"):
-        report.check_fits(100, 8, 1600, "this machine's memory")
+        report.check_fits(100, 1600, 8, 1600, "this machine's memory")
+    with pytest.raises(UserError, match=r"x 16 bytes, of which a device holds 12\.5%, need 200 bytes, but"):
+        report.check_fits(100, 200, 1, 199, "this machine's memory")
 
 
 def test_the_memory_of_this_machine():
     assert 2**28 < report.host_memory() < 2**46
     report.check_memory(config_of("tiny_hybrid"))
-    huge = config_of("hybrid_mamba2_8b", ("model.vocab_size", str(2**40)))
+    huge = config_of("hybrid_mamba2_8b", ("model.vocab_size", str(2**40)), ("mesh.fsdp", "1"))
     with pytest.raises(UserError, match=r"config\.model: .* but this machine's memory is"):
         report.check_memory(huge)
 

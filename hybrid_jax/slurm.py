@@ -98,17 +98,21 @@ def plan(arguments: Sequence[str]) -> Job:
     _check_words(options)
     config = config_file.load(options.config, overrides)
     launch = [f"--config={options.config}", *(f"--config.{key}={value}" for key, value in overrides)]
+    whose = "" if options.job_name else ", which is the folder's of config.workdir,"
     options.job_name = options.job_name or Path(config.workdir).name
     if not re.fullmatch(r"[\w.+-]+", options.job_name):
-        raise UserError(f"--job_name: {options.job_name!r} is no name for a job; use letters, digits, '-', '_' and '.'")
+        raise UserError(
+            f"--job_name: {options.job_name!r}{whose} is no name for a job; use letters, digits, '-', '_' and '.'"
+        )
     job = Job(options, config, tuple(launch), shlex.join(["python", "-m", "hybrid_jax.slurm", *arguments]))
+    _check_sbatch(job)
     try:
         config_checks.check_devices(config, job.devices, job.processes)
     except UserError as error:
         each = "1 device a process" if options.platform == "cpu" else f"{options.gpus_per_node} GPUs"
         raise UserError(f"{options.nodes} nodes x {each}: {error}") from None
     if config.data.source == "store" and not config.data.path.strip(", "):
-        raise UserError(f"config.data.path: {stores.missing(config.data)}")
+        raise UserError(stores.missing(config.data))
     if not (ROOT / "launch.py").is_file():
         raise UserError(f"{ROOT} holds no launch.py; run this from a checkout that the nodes see")
     if not _seen_from_root(options.config):
@@ -137,14 +141,36 @@ def _check_words(options: argparse.Namespace) -> None:
     for text in options.env:
         if not re.fullmatch(r"[A-Za-z_]\w*=[^\n]*", text):
             raise UserError(f"--env: {text!r} is not NAME=VALUE")
-    for text in options.sbatch:
-        if not re.fullmatch(r"--[^\n]+", text):
-            raise UserError(f"--sbatch: {text!r} is no option; write it as --sbatch=--qos=high")
     for text in options.mount:
         if not os.path.isabs(text) or re.search(r"[\s:]", text):
             raise UserError(f"--mount: {text!r} is no absolute path without blanks and colons")
     if (options.container_runtime or options.mount) and not options.container:
         raise UserError("--container_runtime and --mount are for a --container, which is not given")
+
+
+_ALSO = ("--ntasks", "--no-requeue")  # of sbatch, that would contradict what a script sets
+
+
+def _check_sbatch(job: Job) -> None:
+    own = {line.partition("=")[0]: line for line in _directives(job)[: -len(job.options.sbatch) or None]}
+    for text in job.options.sbatch:
+        if not re.fullmatch(r"--[a-z][\w-]*(=[^\n]*)?", text):
+            raise UserError(f"--sbatch: {text!r} is no option; write it as --sbatch=--qos=high")
+        if re.search(r"[\"'\\]", text):
+            raise UserError(f"--sbatch: {text!r} has a quote or backslash in it, which sbatch would take away")
+        name = text.partition("=")[0]
+        if name in own or name in _ALSO:
+            says = f" ({own[name]})" if name in own else ""
+            raise UserError(
+                f"--sbatch: {name} is set by the script itself{says}; use the flags of hybrid_jax.slurm, or change the "
+                "script"
+            )
+
+
+def _quoted(option: str) -> str:
+    """As sbatch reads it in a script, where a blank ends a word and # the line."""
+    name, equals, value = option.partition("=")
+    return f'{name}="{value}"' if equals and not re.fullmatch(r"[\w.,:=@%/+-]*", value) else option
 
 
 def _seen_from_root(path: str) -> bool:
@@ -204,7 +230,7 @@ def _directives(job: Job) -> list[str]:
     lines += [f"--{name}={getattr(options, name)}" for name in ("partition", "account") if getattr(options, name)]
     if job.requeues:
         lines += ["--requeue", f"--signal=B:USR1@{options.grace_seconds}"]
-    return lines + options.sbatch
+    return lines + [_quoted(option) for option in options.sbatch]
 
 
 def _environment(job: Job) -> list[str]:

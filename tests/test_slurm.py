@@ -77,6 +77,12 @@ def test_a_script_says_what_the_job_needs():
     assert 'squeue -h -j "$SLURM_JOB_ID"' in text and 'scontrol requeue "$SLURM_JOB_ID"' in text
 
 
+def test_options_of_sbatch_stay_one_word_each():
+    text = written(*BIG, "--sbatch=--comment=a b; touch #x", "--sbatch=--partition=p", "--sbatch=--exclude=n[1-3],m")
+    assert lines_of(text, "#SBATCH --comment") == ['#SBATCH --comment="a b; touch #x"']
+    assert "#SBATCH --partition=p\n" in text and '#SBATCH --exclude="n[1-3],m"\n' in text
+
+
 def test_gpus_of_each_process():
     for tasks, ids in ((8, "$SLURM_LOCALID"), (4, "$(seq -s , $((SLURM_LOCALID * 2)) $((SLURM_LOCALID * 2 + 1)))")):
         text = written(*BIG, f"--tasks_per_node={tasks}")
@@ -118,11 +124,17 @@ def test_a_job_without_checkpoints_is_not_queued_again():
         ([*BIG, "--config.mesh.data=8"], "4 nodes x 8 GPUs: config.mesh.data: 8 x fsdp 1 x tensor 1 does not make 32"),
         ([TINY, "--nodes=3"], "3 nodes x 8 GPUs: config.train.global_batch_size: 8 rows do not divide over 24 devices"),
         ([*BIG, "--tasks_per_node=3"], "--tasks_per_node: 3 processes cannot share 8 GPUs evenly; use 1, or 8"),
-        ([BIG[0], "--nodes=4"], "config.data.path: "),
+        ([BIG[0], "--nodes=4"], "error: config.data.path: empty; make this recipe's data"),
         ([*BIG, "--time=tomorrow"], "--time: 'tomorrow' is no limit as sbatch takes it"),
         ([*BIG, "--time=5"], "--grace_seconds: 300 s is not less than --time=5"),
         ([*BIG, "--env=A B"], "--env: 'A B' is not NAME=VALUE"),
         ([*BIG, "--sbatch=qos"], "--sbatch: 'qos' is no option"),
+        ([*BIG, "--sbatch=--nodes=9"], "--sbatch: --nodes is set by the script itself (--nodes=4); use"),
+        ([*BIG, "--sbatch=--qos=a", "--sbatch=--no-requeue"], "--sbatch: --no-requeue is set by the script itself;"),
+        ([*BIG, "--partition=p", "--sbatch=--partition=q"], "--sbatch: --partition is set by the script itself (--p"),
+        ([*BIG, "--sbatch=--comment=it's"], "has a quote or backslash in it"),
+        ([*BIG, "--sbatch=--comment a"], "--sbatch: '--comment a' is no option"),
+        ([*BIG, "--config.workdir=runs/a b"], "--job_name: 'a b', which is the folder's of config.workdir, is no name"),
         ([*BIG, "--container_runtime=podman"], "are for a --container, which is not given"),
         ([*BIG, "--container=x", "--container_runtime=lxc"], "--container_runtime: invalid choice: 'lxc'"),
         ([*BIG, "--container=x", "--mount=data"], "--mount: 'data' is no absolute path"),

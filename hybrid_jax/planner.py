@@ -19,6 +19,7 @@ Plain arithmetic: no jax, no device.
 import bisect
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from hybrid_jax.config import Config, MeshConfig, ModelConfig
 from hybrid_jax.config_file import load
 from hybrid_jax.errors import UserError
 from hybrid_jax.kernels.cuts import chunk_tokens
-from hybrid_jax.platform import SETTINGS
+from hybrid_jax.platform import memory_fraction
 
 GIB = 2**30
 NODE = 8  # devices, of which a mesh with data = -1 is planned for
@@ -51,11 +52,10 @@ class Gpu(NamedTuple):
 
     @property
     def usable(self) -> int:
-        """What XLA takes, by platform.SETTINGS; the rest is for collectives' and matrix libraries."""
-        return int(self.memory * _FRACTIONS["cuda" if self.arch.startswith("sm_") else "rocm"])
+        """What XLA takes; the rest is for collectives' and matrix libraries. Raises UserError as `memory_fraction`."""
+        return int(self.memory * memory_fraction("cuda" if self.arch.startswith("sm_") else "rocm", os.environ))
 
 
-_FRACTIONS = {s.platform: float(s.value) for s in SETTINGS if s.name == "XLA_PYTHON_CLIENT_MEM_FRACTION"}
 GPUS = (
     Gpu("MI300X", 206_141_652_992, "gfx942"),
     Gpu("MI325X", 256 * GIB, "gfx942"),
@@ -313,9 +313,10 @@ def readme_table(names: Sequence[str] = ()) -> list[str]:
 
     Raises UserError for a name that is none.
     """
-    known = {path.stem: path for path in sorted(CONFIGS.glob("*.py")) if path.stem != "tiny_hybrid"}
+    known = {path.stem: path for path in sorted(CONFIGS.glob("*.py"))}
     lines = ["| config | " + " | ".join(gpu.name for gpu in GPUS) + " |", "|---" * (len(GPUS) + 1) + "|"]
-    for name in names or sorted(known, key=lambda name: flops.parameter_count(load(str(known[name])).model)):
+    recipes = (name for name in known if name != "tiny_hybrid")
+    for name in names or sorted(recipes, key=lambda name: flops.parameter_count(load(str(known[name])).model)):
         config = load(str(known[name]) if name in known else name)
         cells = [str(choose(config, gpu) or f"not on {NODES[-1]} nodes") for gpu in GPUS]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")

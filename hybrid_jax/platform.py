@@ -114,6 +114,24 @@ def environment(
     return new
 
 
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def memory_fraction(platform: str, user: Mapping[str, str]) -> float:
+    """The share of a GPU's memory that XLA takes on `platform`, where the environment is `user`.
+
+    Raises UserError for a value that is none.
+    """
+    text = user.get(_FRACTION) or next(s.value for s in SETTINGS if (s.name, s.platform) == (_FRACTION, platform))
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share <= 1.0:
+        raise UserError(f"{_FRACTION}: {text!r} is no share of a GPU's memory; use a number up to 1, such as 0.9")
+    return share
+
+
 def installed_plugins() -> set[str]:
     """Of {"cuda", "rocm"}, those that the installed jax has a plugin for (found without importing jax)."""
     spec = importlib.util.find_spec("jax_plugins")
@@ -258,6 +276,8 @@ def prepare(request: str, several: bool = False, virtual_devices: int = 0) -> st
     asked = request or os.environ.get("JAX_PLATFORMS", "") or "auto"
     platform = choose(asked, installed_plugins(), visible_hardware())
     architecture = amd_architecture() if platform == "rocm" else ""
+    if platform != "cpu":
+        memory_fraction(platform, os.environ)
     os.environ.update(environment(platform, os.environ, architecture, several))
     if request and request != "auto":
         os.environ["JAX_PLATFORMS"] = platform

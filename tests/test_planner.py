@@ -215,3 +215,19 @@ def test_the_report_uses_the_same_plan():
     config = config_of("kda_1b", ("mesh.data", 64))
     plan = planner.predict(config, planner.mesh_of(config), GPU["MI300X"].arch)
     assert f"{plan.peak / planner.GIB:.1f}" in "\n".join(report.memory(config))
+
+
+def test_usable_is_what_the_environment_lets_xla_take(monkeypatch, capsys):
+    assert GPU["H200"].usable == int(0.9 * GPU["H200"].memory)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert GPU["H200"].usable == GPU["H200"].memory // 2
+    for wrong in ("most", "0", "1.5", "nan"):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", wrong)
+        assert planner.main(planner.run, ["gdn_300m"], "") == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"error: XLA_PYTHON_CLIENT_MEM_FRACTION: '{wrong}' is no share of a GPU's")
+
+
+def test_the_command_takes_the_name_of_any_config(capsys):
+    assert planner.main(planner.run, ["tiny_hybrid"], "") == 0
+    assert capsys.readouterr().out.splitlines()[2].startswith("| `tiny_hybrid` | data 8, ")

@@ -72,7 +72,8 @@ def initialize(
         )
     except Exception as error:  # jax raises RuntimeError or XlaRuntimeError, by version
         raise UserError(
-            f"process {group.index} of {group.count} could not join {group.address}: {_first_line(error)}"
+            f"process {group.index} of {group.count} could not join {group.address}: {_first_line(error)}; "
+            "see that nothing else has that port, or give all processes another one (--coordinator_address)"
         ) from error
     devices = cluster.local_devices(members, group.index)
     if devices is not None:

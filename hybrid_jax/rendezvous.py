@@ -37,13 +37,13 @@ def meet(
 ) -> tuple[str, ...]:
     """What each process of `group` says, by number, once all are there; `said` is this one's, on `host`.
 
-    tell: takes lines for the user while process 0 waits (default: to stderr). Raises MissingProcesses, the same line in
+    tell: takes lines for the user while a process waits (default: to stderr). Raises MissingProcesses, the same line in
     every process, where not all are there within `seconds` of the first one's start; UserError where process 0 cannot
     listen, or has another of this number already.
     """
     if group.index == 0:
         return _Host(group, host, said, seconds, tell or _to_stderr).run()
-    return _join(group, host, said, seconds)
+    return _join(group, host, said, seconds, tell or _to_stderr)
 
 
 def _to_stderr(line: str) -> None:
@@ -219,8 +219,10 @@ def _listen(host: str, port: int) -> socket.socket:
 # ---- the others --------------------------------------------------------------------------------------------------
 
 
-def _join(group: Group, host: str, said: str, seconds: float) -> tuple[str, ...]:
-    end, why = time.monotonic() + seconds, ""
+def _join(group: Group, host: str, said: str, seconds: float, tell: Callable[[str], None]) -> tuple[str, ...]:
+    began, why, remedy, told = time.monotonic(), "", "", False
+    end = began + seconds
+    wrong = False  # where that it starts late cannot be why
     while (left := end - time.monotonic()) > 0:
         hello = {"index": group.index, "count": group.count, "host": host, "pid": os.getpid(), "seconds": left}
         try:
@@ -230,7 +232,9 @@ def _join(group: Group, host: str, said: str, seconds: float) -> tuple[str, ...]
                 with connection.makefile("rb") as file:
                     line = file.readline()
         except OSError as error:
-            why = error.strerror or str(error)
+            why, remedy = error.strerror or str(error), "see that it is started, and that this host reaches it"
+            if wrong := isinstance(error, socket.gaierror):
+                remedy = "give a name that every host resolves, or process 0's IP address (--coordinator_address)"
         else:
             answer = _parsed(line)
             if "refused" in answer:
@@ -239,13 +243,18 @@ def _join(group: Group, host: str, said: str, seconds: float) -> tuple[str, ...]
                 raise MissingProcesses(answer["missing"])
             if isinstance(answer.get("said"), Sequence) and len(answer["said"]) == group.count:
                 return tuple(answer["said"])
-            why = (
-                "something else listens there" if line else "what listens there hangs up, as a run that has begun does"
-            )
+            wrong = True
+            why, remedy = "something else listens there", "give all processes another port (--coordinator_address)"
+            if not line:
+                why, remedy = "what listens there hangs up", "see that no other run, or another program, has that port"
+        if wrong and not told and time.monotonic() >= began + _FIRST_WORD:
+            left = end - time.monotonic()
+            tell(f"waiting for process 0 at {group.address} ({why}; {remedy}): {left:.0f} s more (--join_seconds)")
+            told = True
         time.sleep(_AGAIN_SECONDS)
     raise MissingProcesses(
         f"{on_hosts([0], group.hosts, group.count)} did not answer at {group.address} within {seconds:g} s "
-        f"(--join_seconds): {why}; see that it is started, and that this host reaches it"
+        f"(--join_seconds): {why}; {remedy}"
     )
 
 

@@ -134,6 +134,21 @@ def test_a_consumer_gpu_gets_no_setting_of_the_instincts(monkeypatch, tmp_path):
     assert "first_collective" not in os.environ["XLA_FLAGS"] and not fake.joined
 
 
+def test_a_port_that_jax_cannot_have_is_one_line(monkeypatch, tmp_path):
+    import jax
+
+    def taken(*unused, **named):
+        raise RuntimeError("UNKNOWN: Failed to start RPC server\nmore lines")
+
+    fake = Fake(monkeypatch, tmp_path)
+    monkeypatch.setattr(jax.distributed, "initialize", taken)
+    os.environ.update(SLURM)
+    with pytest.raises(
+        UserError, match=r"UNKNOWN: Failed to start RPC server; see that nothing else has that port, or"
+    ):
+        fake.start("--platform=rocm")
+
+
 def test_proxies_are_passed_by(monkeypatch, tmp_path):
     fake = Fake(monkeypatch, tmp_path)
     os.environ.update(SLURM, https_proxy="http://proxy:3128", no_proxy="localhost")

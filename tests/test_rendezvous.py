@@ -96,6 +96,20 @@ def test_process_0_that_does_not_come_is_named():
             run.start(1, 1).result(20)
 
 
+def test_an_address_that_no_host_has_is_told_early_with_what_to_do(monkeypatch):
+    def unknown(*unused):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(rendezvous, "_FIRST_WORD", 0.3)
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    run = Run(2)
+    why = "Name or service not known; give a name that every host resolves, or process 0's IP address"
+    with pytest.raises(MissingProcesses) as caught:
+        run.start(1, 1.0).result(20)
+    assert f"did not answer at {run.address} within 1 s (--join_seconds): {why}" in str(caught.value)
+    assert len(run.told) == 1 and run.told[0].startswith(f"waiting for process 0 at {run.address} ({why} ")
+
+
 def test_a_number_given_twice_and_another_count_are_turned_away():
     run = Run(3)
     first, one = run.start(0), run.start(1, host="a")

@@ -277,12 +277,18 @@ def test_an_error_in_one_process_is_not_waited_out_by_it(tmp_path, compile_once)
         assert pair.said(0) == line == pair.said(1)
 
 
-def test_processes_with_other_configs_or_other_folders_do_not_train_together(tmp_path, compile_once):
+def test_processes_with_other_configs_do_not_train_together(tmp_path, compile_once):
     host = socket.gethostname()
     with Pair(tmp_path, compile_once, of_second=("--config.train.seed=7",)) as pair:
         assert [process.wait(60) for process in pair.processes] == [2, 2], pair.said(0) + pair.said(1)
         line = f"error: config.train.seed: 3 in process 0 ({host}); 7 in process 1 ({host}); start all processes with "
         assert pair.said(0) == line + "the same config\n" == pair.said(1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.0", "out.1"]
+
+
+@pytest.mark.slow
+def test_processes_with_other_folders_do_not_train_together(tmp_path, compile_once):
+    host = socket.gethostname()
     with Pair(tmp_path, compile_once, of_second=(f"--config.workdir={tmp_path}/local",)) as pair:
         assert [process.wait(60) for process in pair.processes] == [2, 2], pair.said(0) + pair.said(1)
         line = (

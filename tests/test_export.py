@@ -276,7 +276,8 @@ def test_two_at_once(run, tmp_path, capsys):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_one_tensor_is_in_memory_at_a_time(tmp_path):
-    """Far less than all of them, in a process of its own: the largest here is 96 MiB of 147."""
+    """Less than all of them, in a process of its own: the largest here is 96 MiB of 144. Memory that is freed goes
+    back at once there, so that the peak is of what is held."""
     cfg = tiny_config(
         tmp_path / "run", model__pattern="A-" * 4, model__hidden_size=256, model__intermediate_size=4096,
         model__vocab_size=98304, model__gqa__num_heads=4,
@@ -297,11 +298,12 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
         "exporter.export(opened, pathlib.Path(sys.argv[2]), max_shard_bytes=2**30)\n"
         "print(max(seen) - seen[0])\n"
     )
+    env = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "run"), str(tmp_path / "out")],
-        cwd=ROOT, capture_output=True, text=True, check=True,
+        cwd=ROOT, env=env, capture_output=True, text=True, check=True,
     )  # fmt: skip
     grown, largest = int(done.stdout.splitlines()[-1]), 98304 * 256 * 4
     total = (tmp_path / "out" / "model.safetensors").stat().st_size
     assert total > 1.5 * largest
-    assert grown < 2 * largest, f"{grown / 2**20:.0f} MiB"
+    assert grown < total, f"{grown / 2**20:.0f} MiB"

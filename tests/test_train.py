@@ -199,9 +199,10 @@ def test_an_id_outside_the_vocabulary_stops_the_run(name, value):
 # ---- whole runs ----
 
 
-def test_forty_steps_equal_a_stopped_and_resumed_run_bit_for_bit(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("pattern", ["GA-", pytest.param(EVERY_KIND, marks=pytest.mark.slow)])
+def test_forty_steps_equal_a_stopped_and_resumed_run_bit_for_bit(pattern, tmp_path, monkeypatch, capsys):
     straight, cut = (
-        tiny_config(tmp_path / name, train__steps=40, model__pattern=EVERY_KIND) for name in ("straight", "cut")
+        tiny_config(tmp_path / name, train__steps=40, model__pattern=pattern) for name in ("straight", "cut")
     )
     # The two runs that begin share a program, for the sake of time; the resumed one compiles its own.
     compiled = step.Programs(straight, sharding.make_mesh(straight.mesh)).compile_step()

@@ -26,6 +26,7 @@ HEARTBEAT_SECONDS = 30  # after which a silent process counts as gone
 JOIN_SECONDS = 600
 _SHUTDOWN_SECONDS = 3600  # processes end together; one that died meanwhile is found by its heartbeat
 _LEAVE_SECONDS = 5.0
+_LINGER_SECONDS = 2.0  # of process 0 after all the others, so that each ends by itself
 _ABORT_SECONDS = 15  # that the runtime takes at most, after the heartbeat's
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -121,6 +122,8 @@ def leave(code: int) -> None:
     if code != signals.PEER_LOST_EXIT_CODE:
         with contextlib.suppress(Exception):  # the others go on, or are gone
             _client().wait_at_barrier("hybrid_jax/leave", round(1000 * _LEAVE_SECONDS))
+            if is_main():  # the service goes with it, and the runtime ends those that are left, in another way
+                time.sleep(_LINGER_SECONDS)
     supervisor.flush()
     os._exit(code)
 

@@ -269,6 +269,33 @@ def test_one_that_compiles_for_much_longer_is_waited_for(tmp_path, compile_once)
         assert [process.wait(60) for process in pair.processes] == [0, 0], pair.said(0) + pair.said(1)
 
 
+_LEAVING = """
+import sys, time
+from hybrid_jax import cluster, distributed, platform, supervisor
+platform.prepare("cpu")
+index, port = int(sys.argv[1]), sys.argv[2]
+distributed.initialize(cluster.find(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=index))
+if index == 1:
+    supervisor.flush = lambda: time.sleep(1)  # a busy machine
+distributed.leave(2)
+"""
+
+
+def test_the_last_to_leave_is_not_ended_by_the_first():
+    """Process 0 takes jax's service with it, which ends those that are still there."""
+    port = str(free_port())
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", _LEAVING, str(index), port], cwd=ROOT, env=environment)
+        for index in range(2)
+    ]
+    try:
+        assert [process.wait(60) for process in processes] == [2, 2]
+    finally:
+        for process in processes:
+            process.kill()
+
+
 def test_an_error_in_one_process_is_not_waited_out_by_it(tmp_path, compile_once):
     with Pair(tmp_path, compile_once, "--expected_devices=3") as pair:
         assert [process.wait(60) for process in pair.processes] == [2, 2], pair.said(0) + pair.said(1)

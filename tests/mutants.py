@@ -154,10 +154,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "kernel: one square for steep tokens too",
-        "hybrid_jax/kernels/kda/channels.py",
-        """            here = least >= STEEPEST
-            if tl.min(least) < STEEPEST:""",
-        "            if tl.min(least) < -1e30:",
+        "hybrid_jax/kernels/kda/blocks.py",
+        "        if tl.min(lowest_sum) < STEEPEST:",
+        "        if tl.min(lowest_sum) < -1e30:",
         "tests/kernels/test_delta_triton.py::test_steep_tokens_take_exact_squares",
     ),
 )

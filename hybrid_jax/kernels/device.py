@@ -41,6 +41,42 @@ def split(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def truncate(x, dtype: tl.constexpr):
+    """As `split`, cheaper: high is cut off, not rounded, so that both parts are needed together."""
+    if dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        wide = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+        high = (bits >> 16).to(tl.uint16).to(dtype, bitcast=True)
+    else:
+        high = x.to(dtype)
+        wide = high.to(tl.float32)
+    return high, (x - wide).to(dtype)
+
+
+@triton.jit
+def widen(x):
+    """x in fp32. Where it is narrow a product with the identity makes it so, which also lays it out as products are:
+    cheaper than to unpack and to exchange its elements. Infinities would spread."""
+    if x.dtype.primitive_bitwidth == 16:
+        at = tl.arange(0, x.shape[0])
+        y = dot(tl.where(at[:, None] == at[None, :], 1.0, 0.0).to(x.dtype), x)
+    else:
+        y = x.to(tl.float32)
+    return y
+
+
+@triton.jit
+def widen_turned(x):
+    """x^T in fp32, as `widen`."""
+    if x.dtype.primitive_bitwidth == 16:
+        at = tl.arange(0, x.shape[0])
+        y = dot(tl.trans(x), tl.where(at[:, None] == at[None, :], 1.0, 0.0).to(x.dtype))
+    else:
+        y = tl.trans(x).to(tl.float32)
+    return y
+
+
+@triton.jit
 def _tile(pointer, start, stride, columns, rows: tl.constexpr, height, width: tl.constexpr):
     """Pointers to a tile and its mask: a 64-bit base, 32-bit offsets within the tile."""
     at = tl.arange(0, rows)

@@ -1,5 +1,5 @@
-"""Kimi Delta Attention's kernels over key channels, a chunk of a row at a time: here the gates are. kernels.kda.triton
-says how they fit together.
+"""Kimi Delta Attention's kernels over key channels: chunks made of blocks, and the gradients of q, k and gates.
+kernels.kda.triton says how they fit together.
 
 Symbols as there. Shapes: B batch, T time, H q/k heads, R value heads per q/k head, HV = H R, K key dim, V value dim,
 N chunks, C chunk; BK >= K, BC and BV widths of tiles: all channels, a block of channels, a block of values.
@@ -8,69 +8,121 @@ N chunks, C chunk; BK >= K, BC and BV widths of tiles: all channels, a block of 
 import triton
 import triton.language as tl
 
-from hybrid_jax.kernels.delta.chunks import inverse_norm, load_strength, store_inverse
-from hybrid_jax.kernels.device import BLOCK, dot, load_rows, round_to, split, store_rows
+from hybrid_jax.kernels.delta.chunks import load_inverse, load_strength, store_inverse
+from hybrid_jax.kernels.device import BLOCK, dot, load_rows, round_to, store_rows, truncate, widen_turned
+from hybrid_jax.kernels.kda.blocks import documents_around
 from hybrid_jax.kernels.kda.decays import (
     LOG2_E,
     STEEPEST,
     UNCENTRE,
     column_decay,
-    in_block,
     in_square,
+    load_bias,
+    load_gates,
+    load_rate,
     log_decays,
-    middle_decay,
-    others,
     outer_decays,
     rest,
     row_decay,
     selecting,
     square_decay,
-    sums,
+    sums_turned,
     up_to,
 )
 
 
 @triton.jit
-def _documents(documents, b, n, T: tl.constexpr, C: tl.constexpr):
-    """Of chunk n in a packed row: the tokens' documents [C], those of the token before it and of its last one."""
-    ids = documents + b * T
-    document = tl.load(ids + tl.minimum(n * C + tl.arange(0, C), T - 1))
-    before = tl.load(ids + tl.maximum(n * C - 1, 0))
-    last = tl.load(ids + tl.minimum(n * C + C - 1, T - 1))
-    return document, before, last
+def _load_half(pointer, start, stride, columns, rows: tl.constexpr, height, width: tl.constexpr, half: tl.constexpr):
+    """A tile that `blocks` wrote in fp16."""
+    return load_rows(pointer, start, stride, columns, rows, height, width).to(half, bitcast=True)
 
 
 @triton.jit
-def _exact_pairs(q_unit, k_unit, g_high, g_low, C: tl.constexpr, PARTS: tl.constexpr):
-    """Decayed products of all pairs j < i of one block of 16 tokens, and of q_i with k_i, whatever the gates:
-    (k_i . k_j, q_i . k_j), each [C,C]."""
-    at = tl.arange(0, C)
-    qk = tl.where(at[:, None] == at[None, :], tl.sum(q_unit * k_unit, axis=1)[:, None], 0.0)
-    kk = tl.zeros([C, C], tl.float32)
-    for level in tl.range(0, 4, disable_licm=True):
-        part_kk, part_qk = _square(q_unit, k_unit, g_high, g_low, level, C, PARTS)
-        kk += part_kk
-        qk += part_qk
-    return kk, qk
+def _store_turned(pointer, x, start, stride, columns, rows: tl.constexpr, height, width: tl.constexpr):
+    """`store_rows` of x^T."""
+    store_rows(pointer, tl.trans(x.to(pointer.dtype.element_ty)), start, stride, columns, rows, height, width)
 
 
 @triton.jit
-def _square(q_unit, k_unit, g_high, g_low, level, C: tl.constexpr, PARTS: tl.constexpr):
-    """The same of the pairs in squares of width 2^level."""
-    dtype: tl.constexpr = g_high.dtype
-    decay = square_decay(g_high, g_low, level, C, PARTS)
-    high, low = split(k_unit * decay, dtype)
-    column = tl.trans(high)
-    kk = dot(high, column)
-    if PARTS == 2:  # similar keys amplify the rounding of A
-        kk += dot(high, tl.trans(low))
-        kk += dot(low, column)
-    keep = in_square(level, C)
-    return tl.where(keep, kk, 0.0), tl.where(keep, dot((q_unit * decay).to(dtype), column), 0.0)
+def _store_part(pointer, x, part, first, key, K: tl.constexpr):
+    """Tokens `first` to `first` + S of x [channels,C] to the tile [S,K] with number `part`."""
+    x = tl.trans(x.to(pointer.dtype.element_ty))
+    at = tl.arange(0, x.shape[0])
+    tile = pointer + part * (BLOCK * K) + (at - first)[:, None] * K + key[None, :]
+    tl.store(tile, x, mask=((at >= first) & (at < first + BLOCK))[:, None] & (key < K)[None, :])
 
 
 @triton.jit
 def prepare(
+    beta,
+    block_readers,
+    block_queries,
+    block_writers,
+    block_carries,
+    key_pairs,
+    query_pairs,
+    inverse,
+    readers,
+    queries,
+    writers,
+    attention,
+    carries,
+    T: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Joins what `blocks` wrote to chunks: one program a chunk and value head.
+
+    inverse [B,N,HV,PARTS,C,C]: T' as high and low part. readers [B,T,HV,K]: gamma K. queries: scale gamma Q.
+    writers: X. attention [B,N,HV,C,C]: P. carries [B,HV,N,K]: the chunk's decay.
+    """
+    PER: tl.constexpr = C // BLOCK
+    program = tl.program_id(0)
+    head = program % HV
+    n = (program // HV) % N
+    b = (program // HV // N).to(tl.int64)
+    dtype: tl.constexpr = readers.dtype.element_ty
+    half: tl.constexpr = tl.float16 if PARTS == 2 else dtype
+    at, key = tl.arange(0, C), tl.arange(0, BK)
+    block = at // BLOCK
+    start = (b * T * HV + head) * K
+    chunk = (b * N + n) * HV + head
+    pairs = ((b * N + n) * PER + block) * HV + head
+    pairs = pairs[:, None] * (BLOCK * BLOCK) + (at % BLOCK)[:, None] * BLOCK + (at % BLOCK)[None, :]
+    own = block[:, None] == block[None, :]
+    A = tl.load(key_pairs + pairs, mask=own, other=0.0)
+    P = tl.load(query_pairs + pairs, mask=own, other=0.0).to(tl.float32)
+    column = _load_half(block_writers + start, n * C, HV * K, key, C, T, K, half)
+    if C > BLOCK:
+        place = (b * HV + head) * N + n
+        row = _load_half(block_readers + start, n * C, HV * K, key, C, T, K, half)
+        query = _load_half(block_queries + start, n * C, HV * K, key, C, T, K, half)
+        right, keep = tl.trans(column), in_square(4, C)
+        A += tl.where(keep, dot(row, right), 0.0)
+        P += tl.where(keep, dot(query, right), 0.0)
+        before, after = outer_decays(block_carries, place, key, C, K)
+        store_rows(readers + start, row * before, n * C, HV * K, key, C, T, K)
+        store_rows(queries + start, query * before, n * C, HV * K, key, C, T, K)
+        column = (column * after).to(half)
+        carry = tl.full([BK], 1.0, tl.float32)
+        for each in tl.static_range(PER):
+            carry *= tl.load(block_carries + (place * PER + each) * K + key, mask=key < K, other=0.0)
+        tl.store(carries + place * K + key, carry, mask=key < K)
+    tl.store(attention + chunk * (C * C) + at[:, None] * C + at[None, :], P.to(dtype))
+    strength = load_strength(beta, b, n, head, T, HV, C)
+    x = store_inverse(inverse, chunk, A * strength[:, None], strength, C, PARTS)
+    # X of similar keys is a small difference of large terms, none above 4: fp16 keeps three bits more than bf16.
+    writer = strength[:, None] * dot(tl.trans(x.to(half)), column)
+    store_rows(writers + start, writer, n * C, HV * K, key, C, T, K)
+
+
+@triton.jit
+def prepare_again(
     q,
     k,
     gates,
@@ -79,14 +131,14 @@ def prepare(
     beta,
     documents,
     inverse,
+    q_norms,
+    k_logs,
     readers,
     queries,
     writers,
-    attention,
     carries,
-    q_norms,
-    k_norms,
-    lowest,
+    block_carries,
+    parts,
     T: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -95,17 +147,16 @@ def prepare(
     C: tl.constexpr,
     BK: tl.constexpr,
     BC: tl.constexpr,
-    SCALE: tl.constexpr,
     FORM: tl.constexpr,
     BOUND: tl.constexpr,
     PACKED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """All that follows from q, k, gates and beta: one program a chunk and value head.
+    """readers, queries, writers and carries as of `prepare`, from what it saved: one program a chunk and value head.
 
-    inverse [B,N,HV,PARTS,C,C]: T' as high and low part. readers [B,T,HV,K]: gamma K. queries: scale gamma Q.
-    writers: X. attention [B,N,HV,C,C]: P. carries [B,HV,N,K]: the chunk's decay. q_norms, k_norms, lowest [B,HV,N C]:
-    scale / |q|, 1 / |k|, and the least sum, of all channels, of gates from the block's start through a token.
+    What passes between the two blocks of C = 2 S: block_carries [B,HV,M,K], the decays over blocks, whatever their
+    documents; parts [B,N,HV,3,S,K]: k / |k| and q / |k| of the second block, decayed from its start, and k / |k| of the
+    first, decayed to its end.
     """
     program = tl.program_id(0)
     head = program % HV
@@ -117,156 +168,113 @@ def prepare(
     start = (b * T * H + head // (HV // H)) * K
     v_start = (b * T * HV + head) * K
     chunk = (b * N + n) * HV + head
-    all_keys = tl.arange(0, BK)
-    k_norm = inverse_norm(load_rows(k + start, n * C, H * K, all_keys, C, T, K))
-    q_norm = SCALE * inverse_norm(load_rows(q + start, n * C, H * K, all_keys, C, T, K))
     row = (b * HV + head) * (N * C) + n * C + at
-    tl.store(q_norms + row, q_norm)
-    tl.store(k_norms + row, k_norm)
+    k_norm, q_norm = tl.exp2(tl.load(k_logs + row)), tl.load(q_norms + row)
+    high, low = load_inverse(inverse, chunk, C, PARTS)
+    strength = load_strength(beta, b, n, head, T, HV, C)
+    x_turned = high.to(tl.float32)
+    if PARTS == 2:
+        x_turned += low
+    x_turned = (x_turned / strength[None, :]).to(half)
+    to_reader, to_query, to_writer = k_norm, q_norm, k_norm
     document, previous, last = at, 0, 0
     if PACKED:
-        document, previous, last = _documents(documents, b, n, T, C)
-
-    A, P = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    lowest_sum = tl.zeros([C], tl.float32)
-    to_token, after_token = up_to(document, C, PACKED, dtype), rest(C, dtype)
-    other = after_token
-    if C == 32:
-        other = others(C, dtype)
+        document, previous, last = documents_around(documents, b, n, T, C)
+        to_reader = tl.where(document == previous, k_norm, 0.0)
+        to_query = tl.where(document == previous, q_norm, 0.0)
+        to_writer = tl.where(document == last, k_norm, 0.0)
+    # Tiles are [channels, tokens] here: all products sum over tokens, and take them as they are.
+    to_token = tl.trans(up_to(document, C, PACKED, dtype))
+    after_token = tl.trans(rest(C, dtype))
+    rate = load_rate(A_log, head, FORM)
+    late, inside, place = (at >= BLOCK)[None, :], (n * C + at < T)[None, :], (b * HV + head) * N + n
+    key = tl.arange(0, BC)
+    next_k = load_rows(k + start, n * C, H * K, key, C, T, K)
+    next_q = load_rows(q + start, n * C, H * K, key, C, T, K)
+    next_gates = load_gates(gates, b, n, head, key, T, HV, K, C)
     for channels in tl.range(0, BK // BC, disable_licm=True):
+        k_tile, q_tile, x = widen_turned(next_k), widen_turned(next_q), widen_turned(next_gates)
         key = channels * BC + tl.arange(0, BC)
-        k_tile = load_rows(k + start, n * C, H * K, key, C, T, K)
-        q_tile = load_rows(q + start, n * C, H * K, key, C, T, K)
-        _, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
-        g_high, g_low = split(g, dtype)
-        total = sums(to_token, g_high, g_low, PARTS)
-        here = at >= 0
-        if FORM != "bounded" or LOG2_E * BOUND * BLOCK < STEEPEST:
-            least = tl.min(total, axis=1)
-            lowest_sum = tl.minimum(lowest_sum, least)
-            here = least >= STEEPEST
-            if tl.min(least) < STEEPEST:
-                q_unit, k_unit = q_tile * q_norm[:, None], k_tile * k_norm[:, None]
-                kk, qk = _exact_pairs(q_unit, k_unit, g_high, g_low, C, PARTS)
-                A += tl.where(here[:, None], 0.0, kk)
-                P += tl.where(here[:, None], 0.0, qk)
-        k_row = k_tile * row_decay(total, k_norm)
-        q_row = q_tile * row_decay(total, q_norm)
-        high, low = split(k_row, dtype)
-        column, column_low = split(k_tile * column_decay(total, k_norm), dtype)
-        column = tl.trans(column)
-        kk = dot(high, column)
-        if PARTS == 2:  # similar keys amplify the rounding of A
-            kk += dot(high, tl.trans(column_low))
-            kk += dot(low, column)
-        A += tl.where(in_block(C) & here[:, None], kk, 0.0)
-        keep = (in_block(C) | (at[:, None] == at[None, :])) & here[:, None]
-        P += tl.where(keep, dot(q_row.to(dtype), column), 0.0)
-        # Pairs of different blocks, and what passes the chunk's ends.
-        column = k_tile * tl.exp2(sums(after_token, g_high, g_low, PARTS) + tl.log2(k_norm)[:, None])
-        k_row, q_row = k_row * UNCENTRE, q_row * UNCENTRE
+        next_k = load_rows(k + start, n * C, H * K, key + BC, C, T, K)
+        next_q = load_rows(q + start, n * C, H * K, key + BC, C, T, K)
+        next_gates = load_gates(gates, b, n, head, key + BC, T, HV, K, C)
+        x += load_bias(dt_bias, head, key, K, FORM)[:, None]
+        g = log_decays(x, rate, inside, FORM, BOUND, PARTS)
+        g_high, g_low = truncate(g, dtype)
+        decay = tl.exp2(sums_turned(g_high, g_low, to_token, PARTS))
+        reader, query = k_tile * decay, q_tile * decay
+        writer = k_tile * tl.exp2(sums_turned(g_high, g_low, after_token, PARTS))
         if C > BLOCK:
-            right = tl.trans(column.to(half))
-            keep = in_square(4, C)
-            A += tl.where(keep, dot(k_row.to(half), right), 0.0)
-            P += tl.where(keep, dot(q_row.to(half), right), 0.0)
-        if C == 64:
-            middle = middle_decay(g_high, g_low, C, PARTS)
-            right = tl.trans((column * middle).to(half))
-            keep = in_square(5, C)
-            A += tl.where(keep, dot((k_row * middle).to(half), right), 0.0)
-            P += tl.where(keep, dot((q_row * middle).to(half), right), 0.0)
-        if C > BLOCK:
-            before, after = outer_decays(other, g_high, g_low, C, PARTS)
-            k_row, q_row, column = k_row * before, q_row * before, column * after
-        carry = tl.exp2(tl.sum(g, axis=0))
+            first = tl.exp2(tl.sum(tl.where(late, 0.0, g), axis=1))
+            second = tl.exp2(tl.sum(tl.where(late, g, 0.0), axis=1))
+            tl.store(block_carries + 2 * place * K + key, first, mask=key < K)
+            tl.store(block_carries + (2 * place + 1) * K + key, second, mask=key < K)
+            carry = first * second
+            _store_part(parts, reader * k_norm[None, :], chunk * 3, BLOCK, key, K)
+            _store_part(parts, query * k_norm[None, :], chunk * 3 + 1, BLOCK, key, K)
+            _store_part(parts, writer * k_norm[None, :], chunk * 3 + 2, 0, key, K)
+            before = tl.where(late, first[:, None], 1.0)
+            reader, query = reader * before, query * before
+            writer *= tl.where(late, 1.0, second[:, None])
+        else:
+            carry = tl.exp2(tl.sum(g, axis=1))
         if PACKED:
-            k_row = tl.where((document == previous)[:, None], k_row, 0.0)
-            q_row = tl.where((document == previous)[:, None], q_row, 0.0)
-            column = tl.where((document == last)[:, None], column, 0.0)
             carry = tl.where(previous == last, carry, 0.0)
-        tl.store(carries + ((b * HV + head) * N + n) * K + key, carry, mask=key < K)
-        store_rows(readers + v_start, k_row, n * C, HV * K, key, C, T, K)
-        store_rows(queries + v_start, q_row, n * C, HV * K, key, C, T, K)
-        # Lambda K waits in memory, where X will be: in registers it would leave no room for the rest.
-        kept = column.to(half).to(dtype, bitcast=True)
-        store_rows(writers + v_start, kept, n * C, HV * K, key, C, T, K)
-    tl.debug_barrier()
-    tl.store(lowest + row, lowest_sum)
-    if PACKED:
-        same = document[:, None] == document[None, :]
-        A, P = tl.where(same, A, 0.0), tl.where(same, P, 0.0)
-    tl.store(attention + chunk * (C * C) + at[:, None] * C + at[None, :], P.to(dtype))
-
-    strength = load_strength(beta, b, n, head, T, HV, C)
-    x = store_inverse(inverse, chunk, A * strength[:, None], strength, C, PARTS)
-    # X of similar keys is a small difference of large terms, none above 4: fp16 keeps three bits more than bf16.
-    kept = load_rows(writers + v_start, n * C, HV * K, all_keys, C, T, K).to(half, bitcast=True)
-    tl.debug_barrier()
-    writer = strength[:, None] * dot(tl.trans(x.to(half)), kept)
-    store_rows(writers + v_start, writer, n * C, HV * K, all_keys, C, T, K)
+        tl.store(carries + place * K + key, carry, mask=key < K)
+        _store_turned(readers + v_start, reader * to_reader[None, :], n * C, HV * K, key, C, T, K)
+        _store_turned(queries + v_start, query * to_query[None, :], n * C, HV * K, key, C, T, K)
+        writer = dot((writer * to_writer[None, :]).to(half), x_turned) * strength[None, :]
+        _store_turned(writers + v_start, writer, n * C, HV * K, key, C, T, K)
 
 
 @triton.jit
-def _sum_rows(keep, x, document, PACKED: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """The sums of those rows of x that `keep` [C,C] selects for each row, within its document."""
-    if PACKED:
-        keep = keep & (document[:, None] == document[None, :])
-    high, low = split(x, dtype)
-    return sums(selecting(keep, dtype), high, low, PARTS)
-
-
-@triton.jit
-def _sum_before(x, document, PACKED: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """y_t = sum of x_j over j < t of t's document, [C, columns]."""
-    at = tl.arange(0, x.shape[0])
-    return _sum_rows(at[:, None] > at[None, :], x, document, PACKED, PARTS, dtype)
-
-
-@triton.jit
-def _sum_from(x, document, PACKED: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """y_t = sum of x_i over i >= t of t's document, [C, columns]."""
-    at = tl.arange(0, x.shape[0])
-    return _sum_rows(at[:, None] <= at[None, :], x, document, PACKED, PARTS, dtype)
-
-
-@triton.jit
-def _decayed_gradients(q_tile, k_tile, a, p, q_rows, k_rows, columns):
-    """What a and p [C,C], gradients of pairs of rows k k_rows and q q_rows and columns k columns, give to q, to k and
-    to the sums of gates through each token, all [C,channels]."""
-    dtype: tl.constexpr = a.dtype
-    k_wide, k_row = round_to(k_tile * k_rows, dtype)
-    q_wide, q_row = round_to(q_tile * q_rows, dtype)
-    wide, column = round_to(k_tile * columns, dtype)
-    to_q, to_k = dot(p, column), dot(a, column)
+def _square_gradients(q_tile, k_tile, k_norm, dA, dP, g_high, g_low, level, PARTS: tl.constexpr):
+    """What dA and dP [S,S] give through the pairs of squares of width 2^level to q, to k and to the sums of gates
+    through each token, all [S,channels]."""
+    dtype: tl.constexpr = g_high.dtype
+    keep = in_square(level, BLOCK)
+    a, p = tl.where(keep, dA, 0.0).to(dtype), tl.where(keep, dP, 0.0).to(dtype)
+    decay = square_decay(g_high, g_low, level, BLOCK, PARTS) * k_norm[:, None]
+    k_wide, k_row = round_to(k_tile * decay, dtype)
+    q_wide, q_row = round_to(q_tile * decay, dtype)
+    to_q, to_k = dot(p, k_row), dot(a, k_row)
     to_column = dot(tl.trans(a), k_row)
     to_column += dot(tl.trans(p), q_row)
-    of_sums = k_wide * to_k + q_wide * to_q
-    return q_rows * to_q, k_rows * to_k + columns * to_column, of_sums - wide * to_column
+    return decay * to_q, decay * (to_k + to_column), k_wide * (to_k - to_column) + q_wide * to_q
 
 
 @triton.jit
-def _square_gradients(q_tile, k_tile, q_norm, k_norm, dA, dP, g_high, g_low, level, C: tl.constexpr,
-                      PARTS: tl.constexpr):  # fmt: skip
-    """The gradients through `_square`'s pairs, as of `_decayed_gradients`."""
-    keep = in_square(level, C)
-    a, p = tl.where(keep, dA, 0.0).to(g_high.dtype), tl.where(keep, dP, 0.0).to(g_high.dtype)
-    decay = square_decay(g_high, g_low, level, C, PARTS)
-    of_k = decay * k_norm[:, None]
-    return _decayed_gradients(q_tile, k_tile, a, p, decay * q_norm[:, None], of_k, of_k)
-
-
-@triton.jit
-def _exact_gradients(q_tile, k_tile, q_norm, k_norm, dA, dP, g_high, g_low, C: tl.constexpr, PARTS: tl.constexpr):
-    """The gradients through `_exact_pairs`."""
+def _exact_gradients(q_tile, k_tile, k_norm, dA, dP, g_high, g_low, PARTS: tl.constexpr):
+    """The same through all pairs of a block."""
     of_q = tl.zeros(q_tile.shape, tl.float32)
     of_k, of_g = of_q, of_q
     for level in tl.range(0, 4, disable_licm=True):
-        part = _square_gradients(q_tile, k_tile, q_norm, k_norm, dA, dP, g_high, g_low, level, C, PARTS)
+        part = _square_gradients(q_tile, k_tile, k_norm, dA, dP, g_high, g_low, level, PARTS)
         of_q += part[0]
         of_k += part[1]
         of_g += part[2]
     return of_q, of_k, of_g
+
+
+@triton.jit
+def _load_pairs(dpairs, dattention, lowest, chunk, second, pair, document, others, C: tl.constexpr,
+                PACKED: tl.constexpr, UNBOUNDED: tl.constexpr):  # fmt: skip
+    """Gradients of a chunk's pairs, of keys and of queries with keys: those of pairs within a block that are not taken
+    exactly, a and p [S,S]; and those of pairs of both blocks, from the other block's tokens to this one's."""
+    at = tl.arange(0, BLOCK)
+    i, j = at[:, None], at[None, :]
+    if UNBOUNDED:
+        pair = pair & (tl.load(lowest) >= STEEPEST)[:, None]
+    own = chunk * (C * C) + second * (BLOCK * C + BLOCK) + i * C + j
+    a, p = tl.load(dpairs + own, mask=pair, other=0.0), tl.load(dattention + own, mask=pair, other=0.0)
+    cross_a, cross_p = a, p
+    if C > BLOCK:
+        cross = chunk * (C * C) + BLOCK * C + i * tl.where(second == 1, 1, C) + j * tl.where(second == 1, C, 1)
+        cross_a, cross_p = tl.load(dpairs + cross), tl.load(dattention + cross)
+        if PACKED:
+            same = others[:, None] == document[None, :]
+            cross_a, cross_p = tl.where(same, cross_a, 0.0).to(a.dtype), tl.where(same, cross_p, 0.0).to(p.dtype)
+    return a, p, cross_a, cross_p
 
 
 @triton.jit
@@ -278,14 +286,16 @@ def input_gradients(
     dt_bias,
     documents,
     q_norms,
-    k_norms,
+    k_logs,
     lowest,
+    carries,
+    parts,
     dattention,
+    diagonal,
     asked,
     along_q,
     dpairs,
-    read,
-    written,
+    exchanged,
     through,
     along_k,
     dq,
@@ -305,157 +315,199 @@ def input_gradients(
     BOUND: tl.constexpr,
     PACKED: tl.constexpr,
     PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SUMS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """dq, dk [B,T,H,K] and dgates [B,T,HV,K] from what the other kernels found: one program a chunk, q/k head and
-    block of BC channels. of_gates [B,N,HV,2,K]: the chunk's sums for d A_log and d dt_bias.
+    """dq, dk [B,T,H,K] and dgates [B,T,HV,K] from what the other kernels found: one program a block and q/k head.
+    of_gates [B,M,HV,2,K]: the block's sums for d A_log and d dt_bias.
     """
-    BLOCKS: tl.constexpr = BK // BC
-    program = tl.program_id(0)
-    key = program % BLOCKS * BC + tl.arange(0, BC)
-    group = (program // BLOCKS) % H
-    n = (program // BLOCKS // H) % N
-    b = (program // BLOCKS // H // N).to(tl.int64)
+    S: tl.constexpr = BLOCK
     R: tl.constexpr = HV // H
+    PER: tl.constexpr = C // S
+    BLOCKS: tl.constexpr = N * PER
+    UNBOUNDED: tl.constexpr = FORM != "bounded" or LOG2_E * BOUND * S < STEEPEST
+    program = tl.program_id(0)
+    group = program % H
+    n = (program // H) % BLOCKS
+    b = (program // H // BLOCKS).to(tl.int64)
     dtype: tl.constexpr = k.dtype.element_ty
-    at = tl.arange(0, C)
-    start = (b * T * H + group) * K
-    row = (b * HV + group * R) * (N * C) + n * C + at
-    k_norm, q_norm = tl.load(k_norms + row), tl.load(q_norms + row)
-    document, previous, last = at, 0, 0
+    at = tl.arange(0, S)
+    i, j = at[:, None], at[None, :]
+    document, previous, last, others, pair = at, 0, 0, at, i > j
     if PACKED:
-        document, previous, last = _documents(documents, b, n, T, C)
-    dq_tile, dk_tile = tl.zeros([C, BC], tl.float32), tl.zeros([C, BC], tl.float32)
-    of_q_norm, of_k_norm = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-    for r in tl.range(0, R, disable_licm=True):
-        head = group * R + r
-        chunk = (b * N + n) * HV + head
-        head_start = (b * T * HV + head) * K
-        row = (b * HV + head) * (N * C) + n * C + at
-        of_q_norm += tl.load(along_q + row)
-        of_k_norm += tl.load(along_k + row)
-        pairs = chunk * (C * C) + at[:, None] * C + at[None, :]
-        least = tl.zeros([C], tl.float32)
-        if FORM != "bounded" or LOG2_E * BOUND * BLOCK < STEEPEST:
-            least = tl.load(lowest + row)
-            if tl.min(least) < STEEPEST:
-                # Rare, and kept out of the registers of the rest: the outputs hold its parts meanwhile.
-                _, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
-                g_high, g_low = split(g, dtype)
-                keep = in_block(C) & (least < STEEPEST)[:, None]
-                if PACKED:
-                    keep = keep & (document[:, None] == document[None, :])
-                dA = tl.where(keep, tl.load(dpairs + pairs), 0.0).to(dtype)
-                dP = tl.where(keep, tl.load(dattention + pairs), 0.0).to(dtype)
-                k_tile = load_rows(k + start, n * C, H * K, key, C, T, K)
-                q_tile = load_rows(q + start, n * C, H * K, key, C, T, K)
-                parts = _exact_gradients(q_tile, k_tile, q_norm, k_norm, dA, dP, g_high, g_low, C, PARTS)
-                store_rows(dq + start, parts[0], n * C, H * K, key, C, T, K)
-                store_rows(dk + start, parts[1], n * C, H * K, key, C, T, K)
-                store_rows(dgates + head_start, parts[2], n * C, HV * K, key, C, T, K)
-                tl.debug_barrier()
-        # All loads at once: each waits for memory a long time.
-        k_tile = load_rows(k + start, n * C, H * K, key, C, T, K)
-        q_tile = load_rows(q + start, n * C, H * K, key, C, T, K)
-        asked_tile = load_rows(asked + head_start, n * C, HV * K, key, C, T, K)
-        read_tile = load_rows(read + head_start, n * C, HV * K, key, C, T, K)
-        written_tile = load_rows(written + head_start, n * C, HV * K, key, C, T, K)
-        dA, dP = tl.load(dpairs + pairs), tl.load(dattention + pairs)
-        raw, g = log_decays(gates, A_log, dt_bias, b, n, head, key, T, HV, K, C, FORM, BOUND)
-        g_high, g_low = split(g, dtype)
-        if PACKED:
-            same = document[:, None] == document[None, :]
-            dA, dP = tl.where(same, dA, 0.0), tl.where(same, dP, 0.0)
-        # The diagonal has no decay, and stays out of the gates' gradients. What a pair gives to both its tokens is the
-        # same product, to the last bit. Decays times 1 / |k| or scale / |q| give gradients of k and q as they were
-        # before they were normalised, but for what lies along them.
-        own = tl.sum(tl.where(at[:, None] == at[None, :], dP, 0.0).to(tl.float32), axis=1) * q_norm * k_norm
-        dk_tile += own[:, None] * q_tile
-        dq_tile += own[:, None] * k_tile
-        # Pairs within blocks of 16 tokens, with a row's decays from its block's start and a column's to that; and pairs
-        # of neighbouring blocks, with the same rows and a column's decays to its block's end.
-        total = sums(up_to(document, C, PACKED, dtype), g_high, g_low, PARTS)
-        near = column_decay(total, k_norm)
-        wide, column = round_to(k_tile * near, dtype)
-        keep = in_block(C) & (least >= STEEPEST)[:, None]
-        a, p = tl.where(keep, dA, 0.0).to(dtype), tl.where(keep, dP, 0.0).to(dtype)
-        to_q, to_k = dot(p, column), dot(a, column)
-        far = tl.exp2(sums(rest(C, dtype), g_high, g_low, PARTS) + tl.log2(k_norm)[:, None])
-        if C > BLOCK:
-            keep = in_square(4, C)
-            a4, p4 = tl.where(keep, dA, 0.0).to(dtype), tl.where(keep, dP, 0.0).to(dtype)
-            wide4, column = round_to(k_tile * far, dtype)
-            to_q += dot(p4, column) * UNCENTRE
-            to_k += dot(a4, column) * UNCENTRE
-        entering, after = tl.full([C, BC], UNCENTRE, tl.float32), tl.full([C, BC], 1.0, tl.float32)
-        if C > BLOCK:
-            before, after = outer_decays(others(C, dtype), g_high, g_low, C, PARTS)
-            entering = before * UNCENTRE
-        carry = tl.exp2(tl.sum(g, axis=0))
-        if PACKED:
-            entering = tl.where((document == previous)[:, None], entering, 0.0)
-            after = tl.where((document == last)[:, None], after, 0.0)
-            carry = tl.where(previous == last, carry, 0.0)
-        # Rows, with what the state before the chunk was asked and predicted. of_sums: d loss / d (sum of gates from the
-        # chunk's start through i).
-        rows = row_decay(total, k_norm)
-        k_decayed = k_tile * rows
-        k_wide, k_row = round_to(k_decayed, dtype)
-        part = read_tile * entering
-        of_sums = k_wide * to_k - k_decayed * part
-        dk_tile += rows * (to_k - part)
-        rows = row_decay(total, q_norm)
-        q_decayed = q_tile * rows
-        q_wide, q_row = round_to(q_decayed, dtype)
-        part = asked_tile * entering
-        of_sums += q_wide * to_q + q_decayed * part
-        dq_tile += rows * (to_q + part)
-        to_column = dot(tl.trans(p), q_row)
-        to_column += dot(tl.trans(a), k_row)
-        of_sums -= wide * to_column
-        dk_tile += near * to_column
-        if C > BLOCK:
-            to_column = dot(tl.trans(p4), q_row)
-            to_column += dot(tl.trans(a4), k_row)
-            to_column *= UNCENTRE
-            of_sums -= wide4 * to_column
-            dk_tile += far * to_column
-        if C == 64:
-            middle = middle_decay(g_high, g_low, C, PARTS)
-            keep = in_square(5, C)
-            a, p = tl.where(keep, dA, 0.0).to(dtype), tl.where(keep, dP, 0.0).to(dtype)
-            k_decay = row_decay(total, k_norm) * UNCENTRE * middle
-            of_q, of_k, of_g = _decayed_gradients(q_tile, k_tile, a, p, rows * UNCENTRE * middle, k_decay, far * middle)
-            dq_tile += of_q
-            dk_tile += of_k
-            of_sums += of_g
-        part = written_tile * (far * after)
-        dk_tile += part
-        if FORM != "bounded" or LOG2_E * BOUND * BLOCK < STEEPEST:
-            if tl.min(least) < STEEPEST:
-                dq_tile += load_rows(dq + start, n * C, H * K, key, C, T, K)
-                dk_tile += load_rows(dk + start, n * C, H * K, key, C, T, K)
-                of_sums += load_rows(dgates + head_start, n * C, HV * K, key, C, T, K)
-        dg = _sum_before(k_tile * part, document, PACKED, PARTS, dtype)
-        dg += _sum_from(of_sums, document, PACKED, PARTS, dtype)
-        carried = tl.load(through + ((b * HV + head) * N + n) * K + key, mask=key < K, other=0.0) * carry
-        dg = tl.where((n * C + at < T)[:, None], dg + carried[None, :], 0.0)
-        if FORM != "log":
-            rate = tl.exp(tl.load(A_log + head))
-            if FORM == "softplus":
-                of_rate = dg * g * (1 / LOG2_E)
-                dg *= -rate * tl.exp2(raw * LOG2_E + g * (1 / rate))  # the sigmoid: exp(raw - softplus(raw))
-            else:
-                part = tl.sigmoid(rate * raw)
-                dg *= BOUND * rate * (part * (1.0 - part))
-                of_rate = dg * raw
-            total = of_gates + chunk * 2 * K + key
-            tl.store(total, tl.sum(of_rate, axis=0), mask=key < K)
-            tl.store(total + K, tl.sum(dg, axis=0), mask=key < K)
-        store_rows(dgates + head_start, dg, n * C, HV * K, key, C, T, K)
+        document, _, _ = documents_around(documents, b, n, T, S)
+        others, _, _ = documents_around(documents, b, n ^ (PER - 1), T, S)
+        _, previous, last = documents_around(documents, b, n // PER, T, C)
+        same = document[:, None] == document[None, :]
+        pair = pair & same
+    # Whether the block is its chunk's second, where that has two.
+    second = n % PER
+    start = (b * T * H + group) * K
+    first = (b * HV + group * R) * (N * C) + n * S + at
+    k_log, q_norm = tl.load(k_logs + first), tl.load(q_norms + first)
+    k_norm = tl.exp2(k_log)
+    lowest_sum = tl.zeros([S], tl.float32)
+    of_q_norm, of_k_norm = tl.zeros([S], tl.float32), tl.zeros([S], tl.float32)
+    for each in tl.static_range(R):
+        for part in tl.static_range(SUMS):
+            of_q_norm += tl.load(along_q + part * ROWS + first + each * (N * C))
+        of_k_norm += tl.load(along_k + first + each * (N * C))
+        if UNBOUNDED:
+            lowest_sum = tl.minimum(lowest_sum, tl.load(lowest + first + each * (N * C)))
     # The gradients of x from those of u = x / |x|: (du - u (u . du)) / |x|.
-    along = of_q_norm * q_norm * q_norm * (1 / (SCALE * SCALE))
-    dq_tile -= load_rows(q + start, n * C, H * K, key, C, T, K) * along[:, None]
-    store_rows(dq + start, dq_tile, n * C, H * K, key, C, T, K)
-    along = of_k_norm * k_norm * k_norm
-    dk_tile -= load_rows(k + start, n * C, H * K, key, C, T, K) * along[:, None]
-    store_rows(dk + start, dk_tile, n * C, H * K, key, C, T, K)
+    of_q_norm *= q_norm * q_norm * (1 / (SCALE * SCALE))
+    of_k_norm *= k_norm * k_norm
+    k_square = k_norm * k_norm
+
+    if UNBOUNDED:
+        if tl.min(lowest_sum) < STEEPEST:
+            # Rare, and kept out of the registers of the rest: the outputs hold its parts meanwhile.
+            for channels in tl.range(0, BK // BC, disable_licm=True):
+                key = channels * BC + tl.arange(0, BC)
+                k_tile = load_rows(k + start, n * S, H * K, key, S, T, K)
+                q_tile = load_rows(q + start, n * S, H * K, key, S, T, K)
+                dq_tile, dk_tile = tl.zeros([S, BC], tl.float32), tl.zeros([S, BC], tl.float32)
+                for r in tl.range(0, R, disable_licm=True):
+                    head = group * R + r
+                    pairs = ((b * N + n // PER) * HV + head) * (C * C) + second * (S * C + S) + i * C + j
+                    keep = pair & (tl.load(lowest + first + r * (N * C)) < STEEPEST)[:, None]
+                    dA = tl.where(keep, tl.load(dpairs + pairs), 0.0)
+                    dP = tl.where(keep, tl.load(dattention + pairs), 0.0)
+                    raw = load_gates(gates, b, n, head, key, T, HV, K, S)
+                    x = raw.to(tl.float32) + load_bias(dt_bias, head, key, K, FORM)[None, :]
+                    g = log_decays(x, load_rate(A_log, head, FORM), (n * S + at < T)[:, None], FORM, BOUND, PARTS)
+                    g_high, g_low = truncate(g, dtype)
+                    given = _exact_gradients(q_tile, k_tile, k_norm, dA, dP, g_high, g_low, PARTS)
+                    dq_tile += given[0]
+                    dk_tile += given[1]
+                    store_rows(dgates + (b * T * HV + head) * K, given[2], n * S, HV * K, key, S, T, K)
+                store_rows(dq + start, dq_tile, n * S, H * K, key, S, T, K)
+                store_rows(dk + start, dk_tile, n * S, H * K, key, S, T, K)
+            tl.debug_barrier()
+
+    # Tiles are [channels, tokens] from here: all products sum over tokens, and take them as they are.
+    before, since = i < j, i >= j
+    if PACKED:
+        before, since = before & same, since & same
+    to_token, after_token = tl.trans(up_to(document, S, PACKED, dtype)), tl.trans(rest(S, dtype))
+    before, since = selecting(before, dtype), selecting(since, dtype)
+    inside = (n * S + at < T)[None, :]
+    dq_tile, dk_tile = tl.zeros([BC, S], tl.float32), tl.zeros([BC, S], tl.float32)
+    head, chunk, row = group * R, (b * N + n // PER) * HV + group * R, first
+    a, p, cross_a, cross_p = _load_pairs(
+        dpairs, dattention, lowest + first, chunk, second, pair, document, others, C, PACKED, UNBOUNDED
+    )
+    rate = load_rate(A_log, head, FORM)
+    if FORM == "softplus":
+        inverse_rate, log_rate = 1 / rate, tl.log2(rate)
+    own = tl.load(diagonal + first) * k_square
+    for step in tl.range(0, BK // BC * R, disable_licm=True):
+        r, key = 0, step * BC + tl.arange(0, BC)
+        if R > 1:
+            r, key = step % R, step // R * BC + tl.arange(0, BC)
+            head, chunk, row = group * R + r, (b * N + n // PER) * HV + group * R + r, first + r * (N * C)
+            a, p, cross_a, cross_p = _load_pairs(
+                dpairs, dattention, lowest + row, chunk, second, pair, document, others, C, PACKED, UNBOUNDED
+            )
+            rate = load_rate(A_log, head, FORM)
+            if FORM == "softplus":
+                inverse_rate, log_rate = 1 / rate, tl.log2(rate)
+            own = tl.load(diagonal + row) * k_square
+        head_start = (b * T * HV + head) * K
+        # All loads at once: each waits for memory a long time.
+        k_tile = load_rows(k + start, n * S, H * K, key, S, T, K)
+        q_tile = load_rows(q + start, n * S, H * K, key, S, T, K)
+        raw = load_gates(gates, b, n, head, key, T, HV, K, S)
+        asked_tile = load_rows(asked + head_start, n * S, HV * K, key, S, T, K)
+        read_tile = load_rows(exchanged + head_start, n * S, HV * K, key, S, T, K)
+        written_tile = load_rows(exchanged + SIZE + head_start, n * S, HV * K, key, S, T, K)
+        if PER == 2:
+            x_part = load_rows(parts + (chunk * 3 + 2 * second) * (S * K), 0, K, key, S, S, K)
+            y_part = load_rows(parts + (chunk * 3 + 1 + second) * (S * K), 0, K, key, S, S, K)
+            there = exchanged + head_start + second.to(tl.int64) * SIZE
+            there = load_rows(there, (n ^ 1) * S, HV * K, key, S, T, K)
+            asked_there = load_rows(asked + head_start, (n ^ 1) * S, HV * K, key, S, tl.where(second == 0, T, 0), K)
+        x = widen_turned(raw) + load_bias(dt_bias, head, key, K, FORM)[:, None]
+        g = log_decays(x, rate, inside, FORM, BOUND, PARTS)
+        k_tile, q_tile = widen_turned(k_tile), widen_turned(q_tile)
+        g_high, g_low = truncate(g, dtype)
+        total = sums_turned(g_high, g_low, to_token, PARTS)
+        near = column_decay(total, k_log[None, :])
+        rows = row_decay(total, k_log[None, :])
+        # What a pair gives to both its tokens is the same product, to the last bit. Decays times 1 / |k|, also of rows
+        # of q, whose factors know it, give gradients of k and q as they were before they were normalised, but for what
+        # lies along them. The diagonal has no decay, and stays out of the gates' gradients.
+        wide, narrow = round_to(k_tile * near, dtype)
+        to_q, to_k = dot(narrow, tl.trans(p)), dot(narrow, tl.trans(a))
+        k_decayed, q_decayed = k_tile * rows, q_tile * rows
+        k_wide, k_row = round_to(k_decayed, dtype)
+        q_wide, q_row = round_to(q_decayed, dtype)
+        to_column = dot(q_row, p)
+        to_column += dot(k_row, a)
+        # With what comes from outside the block. of_sums: d loss / d (sum of gates from the block's start through i).
+        carried = tl.load(through + ((b * HV + head) * N + n // PER) * K + key, mask=key < K, other=0.0)
+        asked_tile, read_tile = widen_turned(asked_tile), widen_turned(read_tile)
+        written_tile = widen_turned(written_tile)
+        if PACKED:
+            asked_tile = tl.where((document == previous)[None, :], asked_tile, 0.0)
+            read_tile = tl.where((document == previous)[None, :], read_tile, 0.0)
+            written_tile = tl.where((document == last)[None, :], written_tile, 0.0)
+        if PER == 1:
+            asked_tile, read_tile = asked_tile * UNCENTRE, read_tile * UNCENTRE
+        else:
+            # Pairs of both blocks, and what tokens there exchange with states across the block here. The first block
+            # meets rows of the second, k in x_part and q in y_part; the second columns of the first, in both.
+            there, asked_there = widen_turned(there), widen_turned(asked_there)
+            if PACKED:
+                crosses = tl.where(second == 1, others == last, others == previous)[None, :]
+                there, asked_there = tl.where(crosses, there, 0.0), tl.where(crosses, asked_there, 0.0)
+            of_x, of_y = dot(tl.trans(x_part), cross_a), dot(tl.trans(y_part), cross_p)
+            crossed = tl.sum(widen_turned(x_part) * there + widen_turned(y_part) * asked_there, axis=1)
+            place = ((b * HV + head) * BLOCKS + n) * K + key
+            carried += crossed * tl.load(carries + place, mask=key < K, other=0.0)
+            carry = tl.load(carries + place + tl.where(second == 1, -K, K), mask=key < K, other=0.0)
+            entering = tl.where(second == 1, carry, 1.0) * UNCENTRE
+            leaving = tl.where(second == 1, 1.0, carry)
+            to_row = tl.where(second == 1, UNCENTRE, 0.0)
+            to_writer = tl.where(second == 1, 0.0, 1.0)
+            asked_tile = asked_tile * entering[:, None] + of_y * to_row
+            read_tile = read_tile * entering[:, None] + of_x * to_row
+            written_tile = written_tile * leaving[:, None] + (of_x + of_y) * to_writer
+        of_sums = k_wide * to_k + k_decayed * read_tile
+        of_sums += q_wide * to_q + q_decayed * asked_tile
+        of_sums -= wide * to_column
+        written_tile *= tl.exp2(sums_turned(g_high, g_low, after_token, PARTS) + k_log[None, :])
+        dk_part = near * to_column + rows * (to_k + read_tile) + written_tile + own[None, :] * q_tile
+        dq_part = rows * (to_q + asked_tile) + own[None, :] * k_tile
+        if UNBOUNDED:
+            if tl.min(lowest_sum) < STEEPEST:
+                of_sums += widen_turned(load_rows(dgates + head_start, n * S, HV * K, key, S, T, K))
+                if r == 0:
+                    dq_part += widen_turned(load_rows(dq + start, n * S, H * K, key, S, T, K))
+                    dk_part += widen_turned(load_rows(dk + start, n * S, H * K, key, S, T, K))
+        part_high, part_low = truncate(k_tile * written_tile, dtype)
+        dg = sums_turned(part_high, part_low, before, PARTS)
+        part_high, part_low = truncate(of_sums, dtype)
+        dg += sums_turned(part_high, part_low, since, PARTS)
+        dg = tl.where(inside, dg + carried[:, None], 0.0)
+        if FORM != "log":
+            if FORM == "softplus":
+                of_rate = tl.sum(dg * g, axis=1) * (1 / LOG2_E)
+                # The rate times the sigmoid: exp(x - softplus(x)).
+                dg *= -tl.exp2(x * LOG2_E + (g * inverse_rate + log_rate))
+            else:
+                sigmoid = tl.sigmoid(rate * x)
+                dg *= BOUND * rate * (sigmoid * (1.0 - sigmoid))
+                of_rate = tl.sum(dg * x, axis=1)
+            of_block = of_gates + ((b * BLOCKS + n) * HV + head) * 2 * K + key
+            tl.store(of_block, of_rate, mask=key < K)
+            tl.store(of_block + K, tl.sum(dg, axis=1), mask=key < K)
+        _store_turned(dgates + head_start, dg, n * S, HV * K, key, S, T, K)
+        if R > 1:
+            dq_part += tl.where(r == 0, 0.0, dq_tile)
+            dk_part += tl.where(r == 0, 0.0, dk_tile)
+            dq_tile, dk_tile = dq_part, dk_part
+        if r == R - 1:
+            _store_turned(dq + start, dq_part - q_tile * of_q_norm[None, :], n * S, H * K, key, S, T, K)
+            _store_turned(dk + start, dk_part - k_tile * of_k_norm[None, :], n * S, H * K, key, S, T, K)

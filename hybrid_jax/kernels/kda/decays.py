@@ -5,9 +5,8 @@ of gates from the start of a block of S = 16 tokens through a token:
 
     within a block            exp(G_i + CENTRE)    exp(-G_j - CENTRE)
     of neighbouring blocks    exp(G_i)             exp(sum after j to its block's end)
-    across the middle of 64   the same two, times the decays of the blocks between each and the middle
 
-The last two have exponents <= 0 for any gates. The first is in range down to G = STEEPEST. Tokens from which on it is
+The second has exponents <= 0 for any gates. The first is in range down to G = STEEPEST. Tokens from which on it is
 not (their own gates and earlier ones decide) take dyadic squares instead, as in kernels.kda.chunked: for every
 aligned run of 2b tokens, rows from its right half and columns from its left half, where
 
@@ -34,50 +33,64 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _log1p(u):
-    """log(1 + u) for u in [0, 1], to 2e-7 of itself, which a GPU's logarithm of 1 + u is not for a small u: u times the
-    Chebyshev interpolant of log(1 + u) / u."""
-    x = 0.005253457929939032 * u - 0.02958850748836994
-    x = x * u + 0.07836166769266129
-    x = x * u - 0.13674770295619965
-    x = x * u + 0.19111430644989014
-    x = x * u - 0.24844369292259216
-    x = x * u + 0.33319270610809326
-    x = x * u - 0.49999502301216125
+def _log1p(u, PARTS: tl.constexpr):
+    """log(1 + u) for u in [0, 1], which a GPU's logarithm of 1 + u is not for a small u: u times a polynomial for log(1
+    + u) / u, to 2e-7 of itself, or to 2e-6 for gates in bf16."""
+    if PARTS == 2:
+        x = 0.014987302642617856 * u - 0.06902799378017124
+        x = x * u + 0.152319247614609
+        x = x * u - 0.23675715760153432
+        x = x * u + 0.3315443759412858
+        x = x * u - 0.49991738454244367
+    else:
+        x = 0.005253457929939032 * u - 0.02958850748836994
+        x = x * u + 0.07836166769266129
+        x = x * u - 0.13674770295619965
+        x = x * u + 0.19111430644989014
+        x = x * u - 0.24844369292259216
+        x = x * u + 0.33319270610809326
+        x = x * u - 0.49999502301216125
     return (x * u + 1.0) * u
 
 
 @triton.jit
-def log_decays(
-    gates,
-    A_log,
-    dt_bias,
-    b,
-    n,
-    head,
-    key,
-    T: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    FORM: tl.constexpr,
-    BOUND: tl.constexpr,
-):
-    """(raw gates + bias, log2 of the decays g <= 0) of chunk n [C, K] fp32; g is 0 past the last token."""
-    x = load_rows(gates + (b * T * HV + head) * K, n * C, HV * K, key, C, T, K).to(tl.float32)
-    g = x
+def load_gates(gates, b, n, head, key, T: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+    """Raw gates of the C tokens from token n C [C, channels]."""
+    return load_rows(gates + (b * T * HV + head) * K, n * C, HV * K, key, C, T, K)
+
+
+@triton.jit
+def load_bias(dt_bias, head, key, K: tl.constexpr, FORM: tl.constexpr):
+    """What is added to raw gates [channels]."""
+    x = tl.zeros(key.shape, tl.float32)
     if FORM != "log":
-        x += tl.load(dt_bias + head * K + key, mask=key < K, other=0.0)[None, :]
-        rate = tl.exp(tl.load(A_log + head))
+        x = tl.load(dt_bias + head * K + key, mask=key < K, other=0.0)
+    return x
+
+
+@triton.jit
+def load_rate(A_log, head, FORM: tl.constexpr):
+    """exp(A_log) of a head, 1 where the gates are the log decays."""
+    x = 1.0
+    if FORM != "log":
+        x = tl.exp(tl.load(A_log + head))
+    return x
+
+
+@triton.jit
+def log_decays(x, rate, inside, FORM: tl.constexpr, BOUND: tl.constexpr, PARTS: tl.constexpr):
+    """log2 of the decays g <= 0, like x: fp32 raw gates and their bias; 0 where not `inside` a row of tokens. rate: of
+    `load_rate`."""
+    if FORM != "log":
         if FORM == "softplus":
-            g = (rate * -LOG2_E) * (tl.maximum(x, 0.0) + _log1p(tl.exp2(tl.abs(x) * -LOG2_E)))
+            g = (rate * -LOG2_E) * (tl.maximum(x, 0.0) + _log1p(tl.exp2(tl.abs(x) * -LOG2_E), PARTS))
         else:
             g = tl.sigmoid(rate * x) * (BOUND * LOG2_E)
-        g = tl.where((tl.arange(0, C) < T - n * C)[:, None], g, 0.0)
+        g = tl.where(inside, g, 0.0)
     else:
-        g *= LOG2_E
+        g = x * LOG2_E
     # Whatever decays by more than this is zero; an infinite gate would make 0 * inf in a sum.
-    return x, tl.maximum(g, -1e4)
+    return tl.maximum(g, -1e4)
 
 
 @triton.jit
@@ -92,6 +105,15 @@ def sums(matrix, high, low, PARTS: tl.constexpr):
     x = dot(matrix, high)
     if PARTS == 2:
         x += dot(matrix, low)
+    return x
+
+
+@triton.jit
+def sums_turned(high, low, matrix, PARTS: tl.constexpr):
+    """Of each column what the columns of `matrix` [C,C] select of x = high + low [K,C], summed [K,C]."""
+    x = dot(high, matrix)
+    if PARTS == 2:
+        x += dot(low, matrix)
     return x
 
 
@@ -115,55 +137,30 @@ def rest(C: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def others(C: tl.constexpr, dtype: tl.constexpr):
-    """Selects the tokens of the other blocks."""
-    at = tl.arange(0, C) // BLOCK
-    return selecting(at[:, None] != at[None, :], dtype)
-
-
-@triton.jit
-def outer_decays(other, high, low, C: tl.constexpr, PARTS: tl.constexpr):
-    """The decays over all blocks of the chunk before a token's own, and over all after it, each [C,K], C > BLOCK;
-    `other` as of `others`."""
-    at = tl.arange(0, C)
-    row, column = at[:, None] // BLOCK, at[None, :] // BLOCK
-    if C == 32:
-        before = tl.exp2(sums(other, high, low, PARTS))
-        after = tl.where(row == 0, before, 1.0)
-        before = tl.where(row == 1, before, 1.0)
-    else:
-        before = tl.exp2(sums(selecting(column < row, high.dtype), high, low, PARTS))
-        after = tl.exp2(sums(selecting(column > row, high.dtype), high, low, PARTS))
+def outer_decays(carries, chunk, key, C: tl.constexpr, K: tl.constexpr):
+    """Of a chunk, the decays over all its blocks before a token's own, and over all after it, each [C,channels], from
+    those over blocks, `carries` [.., C / S, K]."""
+    COUNT: tl.constexpr = C // BLOCK
+    block = (tl.arange(0, C) // BLOCK)[:, None]
+    before = tl.full([C, key.shape[0]], 1.0, tl.float32)
+    after = before
+    for other in tl.static_range(COUNT):
+        carry = tl.load(carries + (chunk * COUNT + other) * K + key, mask=key < K, other=0.0)[None, :]
+        before *= tl.where(block > other, carry, 1.0)
+        after *= tl.where(block < other, carry, 1.0)
     return before, after
 
 
 @triton.jit
-def middle_decay(high, low, C: tl.constexpr, PARTS: tl.constexpr):
-    """Of a chunk of four blocks the decays between a token's block and the chunk's middle [C,K]."""
-    at = tl.arange(0, C)
-    row, column = at[:, None] // BLOCK, at[None, :] // BLOCK
-    keep = ((row == 0) & (column == 1)) | ((row == 3) & (column == 2))
-    return tl.exp2(sums(selecting(keep, high.dtype), high, low, PARTS))
+def row_decay(total, log_norm):
+    """norm exp(G + CENTRE) of sums G, `total`; log_norm in base 2, of its shape."""
+    return tl.exp2(total + (log_norm + CENTRE))
 
 
 @triton.jit
-def row_decay(total, norm):
-    """norm exp(G + CENTRE) of sums G, `total` [C,K]; norm [C]."""
-    return tl.exp2(total + (tl.log2(norm) + CENTRE)[:, None])
-
-
-@triton.jit
-def column_decay(total, norm):
+def column_decay(total, log_norm):
     """norm exp(-G - CENTRE), finite for steep rows too."""
-    return tl.exp2((tl.log2(norm) - CENTRE)[:, None] - tl.maximum(total, STEEPEST))
-
-
-@triton.jit
-def in_block(C: tl.constexpr):
-    """Whether (row, column) are a pair j < i of one block [C,C]."""
-    at = tl.arange(0, C)
-    row, column = at[:, None], at[None, :]
-    return (column < row) & (row // BLOCK == column // BLOCK)
+    return tl.exp2((log_norm - CENTRE) - tl.maximum(total, STEEPEST))
 
 
 @triton.jit

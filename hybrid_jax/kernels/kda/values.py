@@ -13,16 +13,6 @@ from hybrid_jax.kernels.device import dot, load_rows, store_rows
 
 
 @triton.jit
-def _new_values(readers, v, state, start, v_start, n, key, value, high, low,
-                T: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-                PARTS: tl.constexpr):  # fmt: skip
-    """V' = T' (V - gamma K S)."""
-    reader = load_rows(readers + start, n * C, HV * K, key, C, T, K)
-    v_tile = load_rows(v + v_start, n * C, HV * V, value, C, T, V)
-    return apply(high, low, v_tile - dot(reader, state), PARTS).to(v.dtype.element_ty)
-
-
-@triton.jit
 def output(
     readers,
     queries,
@@ -31,6 +21,7 @@ def output(
     attention,
     states,
     o,
+    values,
     T: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -42,7 +33,7 @@ def output(
     BV: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """o from the states before the chunks: one program a chunk, value head and block of BV columns."""
+    """o and V', like v, from the states before the chunks: one program a chunk, value head and block of BV columns."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     value = program % BLOCKS * BV + tl.arange(0, BV)
@@ -55,7 +46,10 @@ def output(
     chunk = (b * N + n) * HV + head
     state = load_rows(states + chunk * K * V, 0, V, value, BK, K, V)
     high, low = load_inverse(inverse, chunk, C, PARTS)
-    new = _new_values(readers, v, state, start, v_start, n, key, value, high, low, T, HV, K, V, C, PARTS)
+    reader = load_rows(readers + start, n * C, HV * K, key, C, T, K)
+    v_tile = load_rows(v + v_start, n * C, HV * V, value, C, T, V)
+    new = apply(high, low, v_tile - dot(reader, state), PARTS).to(v_tile.dtype)
+    store_rows(values + v_start, new, n * C, HV * V, value, C, T, V)
     query = load_rows(queries + start, n * C, HV * K, key, C, T, K)
     P = tl.load(attention + chunk * (C * C) + at[:, None] * C + at[None, :])
     store_rows(o + v_start, dot(query, state) + dot(P, new), n * C, HV * V, value, C, T, V)
@@ -63,18 +57,16 @@ def output(
 
 @triton.jit
 def value_gradients(
-    readers,
-    queries,
-    v,
     do,
+    values,
     inverse,
     attention,
-    states,
-    values,
+    q_norms,
+    k_logs,
     dv_local,
     dattention,
-    asked,
-    along_q,
+    diagonal,
+    of_pairs,
     T: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -86,51 +78,54 @@ def value_gradients(
     BV: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """All that follows from do and the states before the chunks: one program a chunk and value head.
+    """What follows from do within a chunk: one program a chunk and value head.
 
-    values [B,T,HV,V]: V'; dv_local [B,T,HV,V]: T'^T P^T do; dattention [B,N,HV,C,C]: d loss / d P; asked [B,T,HV,K]:
-    do S^T; along_q [B,HV,N C]: u . d loss / d u for u = q / |q|.
+    dv_local [B,T,HV,V]: T'^T P^T do; dattention [B,N,HV,C,C]: d loss / d P, times what makes the decays of a row of k,
+    1 / |k| and all, those of q; its diagonal [B,HV,N C]; of_pairs [B,HV,N C]: the sums of dP * P over a row.
     """
     program = tl.program_id(0)
     head = program % HV
     n = (program // HV) % N
     b = (program // HV // N).to(tl.int64)
-    key, at = tl.arange(0, BK), tl.arange(0, C)
-    start = (b * T * HV + head) * K
+    at = tl.arange(0, C)
     v_start = (b * T * HV + head) * V
     chunk = (b * N + n) * HV + head
+    row = (b * HV + head) * (N * C) + n * C + at
+    pairs = chunk * (C * C) + at[:, None] * C + at[None, :]
     high, low = load_inverse(inverse, chunk, C, PARTS)
-    P = tl.load(attention + chunk * (C * C) + at[:, None] * C + at[None, :])
+    P = tl.load(attention + pairs)
     dP = tl.zeros([C, C], tl.float32)
-    ask = tl.zeros([C, BK], tl.float32)
     for block in tl.range(0, (V + BV - 1) // BV, disable_licm=True):
         value = block * BV + tl.arange(0, BV)
-        state = load_rows(states + chunk * K * V, 0, V, value, BK, K, V)
         do_tile = load_rows(do + v_start, n * C, HV * V, value, C, T, V)
-        new = _new_values(readers, v, state, start, v_start, n, key, value, high, low, T, HV, K, V, C, PARTS)
-        store_rows(values + v_start, new, n * C, HV * V, value, C, T, V)
+        new = load_rows(values + v_start, n * C, HV * V, value, C, T, V)
         dP += dot(do_tile, tl.trans(new))
         dv_tile = local_gradient(P, do_tile, high, low, PARTS)
         store_rows(dv_local + v_start, dv_tile, n * C, HV * V, value, C, T, V)
-        ask += dot(do_tile, tl.trans(state))
-    tl.store(dattention + chunk * (C * C) + at[:, None] * C + at[None, :], dP.to(P.dtype))
-    store_rows(asked + start, ask, n * C, HV * K, key, C, T, K)
-    query = load_rows(queries + start, n * C, HV * K, key, C, T, K)
-    along = tl.sum(dP * P, axis=1) + tl.sum(query * ask, axis=1)
-    tl.store(along_q + (b * HV + head) * (N * C) + n * C + at, along)
+    tl.store(of_pairs + row, tl.sum(dP * P, axis=1))
+    dP *= (tl.load(q_norms + row) * tl.exp2(-tl.load(k_logs + row)))[:, None]
+    tl.store(diagonal + row, tl.sum(tl.where(at[:, None] == at[None, :], dP, 0.0), axis=1))
+    tl.store(dattention + pairs, dP.to(P.dtype))
 
 
 @triton.jit
 def state_gradients(
+    queries,
     v,
     beta,
     values,
+    do,
     dv,
     states,
     dstates,
+    carries,
+    q_norms,
+    k_logs,
+    of_pairs,
+    asked,
+    along_q,
     dpairs,
-    read,
-    written,
+    exchanged,
     through,
     along_k,
     dbeta,
@@ -143,44 +138,68 @@ def state_gradients(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    BC: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """All that follows from dv and the states around each chunk: one program a chunk and value head.
+    """What follows from do, dv and the states around each chunk: one program a chunk, value head and block of BC
+    channels.
 
-    dpairs [B,N,HV,C,C]: -dV V'^T, d loss / d (k_i . k_j) of decayed keys; read, written [B,T,HV,K]: dV S^T and V' dS^T;
-    through [B,HV,N,K]: the sums over values of S dS; along_k [B,HV,N C]: u . d loss / d u for u = k / |k|, which is
-    2 dV . V' / beta - dV . V; dbeta [B,T,HV].
+    asked [B,T,HV,K]: do S^T, times what makes the decays of a row of k, 1 / |k| and all, those of q; exchanged
+    [2,B,T,HV,K]: -dV S^T and V' dS^T; through [B,HV,N,K]: the sums over values of S dS, decayed over the chunk. dpairs
+    [B,N,HV,C,C]: -dV V'^T, d loss / d (k_i . k_j) of decayed keys. Of u . d loss / d u, along_q [K / BC,B,HV,N C]: for
+    u = q / |q|, parts of a sum; along_k [B,HV,N C]: for u = k / |k|, 2 dV . V' / beta - dV . V. dbeta [B,T,HV].
     """
+    BLOCKS: tl.constexpr = BK // BC
     program = tl.program_id(0)
-    head = program % HV
-    n = (program // HV) % N
-    b = (program // HV // N).to(tl.int64)
-    key, at = tl.arange(0, BK), tl.arange(0, C)
+    part = program % BLOCKS
+    head = (program // BLOCKS) % HV
+    n = (program // BLOCKS // HV) % N
+    b = (program // BLOCKS // HV // N).to(tl.int64)
+    key, at = part * BC + tl.arange(0, BC), tl.arange(0, C)
     token = n * C + at
     start = (b * T * HV + head) * K
     v_start = (b * T * HV + head) * V
     chunk = (b * N + n) * HV + head
-    strength = load_strength(beta, b, n, head, T, HV, C)
-    dA = tl.zeros([C, C], tl.float32)
-    reads, writes = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
-    dstrength, along = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-    products = tl.zeros([BK], tl.float32)
+    row = (b * HV + head) * (N * C) + token
+    asks, reads = tl.zeros([C, BC], tl.float32), tl.zeros([C, BC], tl.float32)
+    writes, products = tl.zeros([C, BC], tl.float32), tl.zeros([BC], tl.float32)
     for block in tl.range(0, (V + BV - 1) // BV, disable_licm=True):
         value = block * BV + tl.arange(0, BV)
-        new = load_rows(values + v_start, n * C, HV * V, value, C, T, V)
+        inside = (key < K)[:, None] & (value < V)[None, :]
+        place = chunk * (K * V) + key[:, None] * V + value[None, :]
+        state = tl.load(states + place, mask=inside, other=0.0)
+        dstate = tl.load(dstates + place, mask=inside, other=0.0)
+        do_tile = load_rows(do + v_start, n * C, HV * V, value, C, T, V)
         dv_tile = load_rows(dv + v_start, n * C, HV * V, value, C, T, V)
-        state = load_rows(states + chunk * K * V, 0, V, value, BK, K, V)
-        dstate = load_rows(dstates + chunk * K * V, 0, V, value, BK, K, V)
-        v_tile = load_rows(v + v_start, n * C, HV * V, value, C, T, V)
-        dA -= dot(dv_tile, tl.trans(new))
-        reads += dot(dv_tile, tl.trans(state))
+        new = load_rows(values + v_start, n * C, HV * V, value, C, T, V)
+        asks += dot(do_tile, tl.trans(state))
+        reads -= dot(dv_tile, tl.trans(state))
         writes += dot(new, tl.trans(dstate))
         products += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1)
-        ratio = (dv_tile.to(tl.float32) / strength[:, None]) * (new.to(tl.float32) / strength[:, None])
-        dstrength += tl.sum(ratio, axis=1)
-        along -= tl.sum(dv_tile.to(tl.float32) * v_tile.to(tl.float32), axis=1)
-    tl.store(dpairs + chunk * (C * C) + at[:, None] * C + at[None, :], dA.to(dpairs.dtype.element_ty))
-    store_rows(read + start, reads, n * C, HV * K, key, C, T, K)
-    store_rows(written + start, writes, n * C, HV * K, key, C, T, K)
-    tl.store(through + ((b * HV + head) * N + n) * K + key, products, mask=key < K)
-    tl.store(along_k + (b * HV + head) * (N * C) + token, along + 2.0 * strength * dstrength)
-    tl.store(dbeta + (b * T + token) * HV + head, dstrength, mask=token < T)
+    store_rows(exchanged + start, reads, n * C, HV * K, key, C, T, K)
+    store_rows(exchanged + SIZE + start, writes, n * C, HV * K, key, C, T, K)
+    place = ((b * HV + head) * N + n) * K + key
+    products *= tl.load(carries + place, mask=key < K, other=0.0)
+    tl.store(through + place, products, mask=key < K)
+    along = tl.sum(load_rows(queries + start, n * C, HV * K, key, C, T, K) * asks, axis=1)
+    along += tl.where(part == 0, tl.load(of_pairs + row), 0.0)
+    tl.store(along_q + part.to(tl.int64) * ROWS + row, along)
+    asks *= (tl.load(q_norms + row) * tl.exp2(-tl.load(k_logs + row)))[:, None]
+    store_rows(asked + start, asks, n * C, HV * K, key, C, T, K)
+    if part == 0:
+        strength = load_strength(beta, b, n, head, T, HV, C)
+        to_beta = (1 / strength)[:, None]
+        dA = tl.zeros([C, C], tl.float32)
+        dstrength, along = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+        for block in tl.range(0, (V + BV - 1) // BV, disable_licm=True):
+            value = block * BV + tl.arange(0, BV)
+            dv_tile = load_rows(dv + v_start, n * C, HV * V, value, C, T, V)
+            new = load_rows(values + v_start, n * C, HV * V, value, C, T, V)
+            v_tile = load_rows(v + v_start, n * C, HV * V, value, C, T, V)
+            dA -= dot(dv_tile, tl.trans(new))
+            dstrength += tl.sum((dv_tile * to_beta) * (new * to_beta), axis=1)
+            along -= tl.sum(dv_tile.to(tl.float32) * v_tile.to(tl.float32), axis=1)
+        tl.store(dpairs + chunk * (C * C) + at[:, None] * C + at[None, :], dA.to(dpairs.dtype.element_ty))
+        tl.store(along_k + row, along + 2.0 * strength * dstrength)
+        tl.store(dbeta + (b * T + token) * HV + head, dstrength, mask=token < T)

@@ -44,7 +44,7 @@ help:
 	@echo "make test      the tests, on the CPU"
 	@echo "make test-slow those that take minutes: every kind of sublayer on every mesh"
 	@echo "make test-gpu  the tests that need a GPU"
-	@echo "make mutants   plant fifteen faults, one at a time: each must make its test fail"
+	@echo "make mutants   plant sixteen faults, one at a time: each must make its test fail"
 	@echo "make chaos     200 kills and every other fault five times, at random; make chaos-short is 30 and one"
 	@echo "make lint      ruff, mypy, codespell"
 	@echo "make amd       compile every GPU kernel for AMD Instinct, on any machine"

@@ -159,6 +159,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if tl.min(lowest_sum) < -1e30:",
         "tests/kernels/test_delta_triton.py::test_steep_tokens_take_exact_squares",
     ),
+    Mutant(
+        "kernel: gates of a block that tokens of the other reach across",
+        "hybrid_jax/kernels/kda/channels.py",
+        "            carried += crossed * tl.load(carries + place, mask=key < K, other=0.0)\n",
+        "",
+        "tests/kernels/test_delta_triton.py::test_chunk_lengths[kda-32]",
+    ),
 )
 
 

@@ -7,8 +7,8 @@ import pytest
 from tests.mutants import MUTANTS, ROOT, Mutant
 
 
-def test_fifteen_faults():
-    assert len({m.name for m in MUTANTS}) == len(MUTANTS) == 15
+def test_sixteen_faults():
+    assert len({m.name for m in MUTANTS}) == len(MUTANTS) == 16
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_jax import __version__, output, platform
 from hybrid_jax.command import Parser, logged
+from hybrid_jax.command import main as answered
 from hybrid_jax.errors import UserError
 from hybrid_jax.report import aligned
 from hybrid_jax.signals import StopRequest
@@ -285,15 +286,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--chart", metavar="FILE.png", help="draw a bar chart into this file (png, svg or pdf)")
     parser.add_argument("--platform", choices=platform.REQUESTS, default="", help="default: JAX_PLATFORMS, else auto")
     parser.add_argument("--list", action="store_true", help="list the named shapes (of --ops) and stop")
-    try:
-        options = parser.parse_args(arguments)
-        return _run(options, shlex.join(["python", "-m", "hybrid_jax.bench", *arguments]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
+
+    def run(arguments: Sequence[str]) -> int:
+        return _run(parser.parse_args(arguments), shlex.join(["python", "-m", "hybrid_jax.bench", *arguments]))
+
+    return answered(run, arguments, "nothing is written")
 
 
 def _run(options: argparse.Namespace, command: str) -> int:

@@ -74,7 +74,9 @@ def main(run: Callable[[Sequence[str]], int], arguments: Sequence[str], stopped:
     except ValueError:  # not in the main thread
         old = None
     try:
-        return run(arguments)
+        code = run(arguments)
+        sys.stdout.flush()  # here, where what it cannot write is told in one line
+        return code
     except UserError as error:
         for line in error.lines or [str(error)]:
             print("error: " + " ".join(line.split()), file=sys.stderr)

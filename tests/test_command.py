@@ -1,5 +1,6 @@
 """What commands share: what becomes of output that cannot be written."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ def run(arguments):
 sys.exit(command.main(run, [], "nothing was written"))
 """
 LAUNCH = [str(ROOT / "launch.py"), "--help"]
-COMMANDS = {"of a module": ["-c", PRINTS], "launch": LAUNCH, "prepare": ["-m", "hybrid_jax.data.prepare", "--verify"]}
+COMMANDS = {"of a module": ["-c", PRINTS], "launch": LAUNCH, "bench": ["-m", "hybrid_jax.bench", "--list"]}
+COMMANDS |= {"prepare": ["-m", "hybrid_jax.data.prepare", "--verify"]}
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +36,12 @@ def store(tmp_path_factory):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_output_that_cannot_be_written(store, name):
     command = [sys.executable, *COMMANDS[name], *([str(store)] if name == "prepare" else [])]
-    settings = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True, "timeout": 120}
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    settings = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True, "timeout": 120, "env": buffered}
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, **settings)
     assert (done.returncode, done.stderr) == (2, "error: standard output: No space left on device\n")
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=ROOT, text=True, env=buffered, **pipes)
     process.stdout.close()  # as `| head -0` does
     assert process.stderr.read() == "" and process.wait(120) == 0

@@ -77,7 +77,7 @@ def test_a_trainer_that_was_killed_is_told(tmp_path):
 _WAITS = """
 import os, signal, sys, time
 def heard(number, frame):
-    print(signal.Signals(number).name, flush=True)
+    os.write(1, f"{signal.Signals(number).name}\\n".encode())  # print may be what the signal interrupts
     if number == signal.SIGTERM:
         sys.exit(75)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

@@ -326,7 +326,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code: 2 for a mistake of the user, 130 for Ctrl-C."""
     try:
-        return run(_parser().parse_args(arguments))
+        code = run(_parser().parse_args(arguments))
+        sys.stdout.flush()  # here, where what it cannot write is told in one line
+        return code
     except UserError as error:
         print(f"error: {_printable(' '.join(str(error).splitlines()))}", file=sys.stderr)
         return 2

@@ -118,6 +118,7 @@ def blocks(
     """
     S: tl.constexpr = BLOCK
     BLOCKS: tl.constexpr = N * (C // S)
+    UNBOUNDED: tl.constexpr = FORM != "bounded" or LOG2_E * BOUND * S < STEEPEST
     program = tl.program_id(0)
     head = program % HV
     n = (program // HV) % BLOCKS
@@ -165,7 +166,7 @@ def blocks(
         decay = row_decay(total, k_log[:, None])
         k_row, q_row = k_tile * decay, q_tile * decay
         kk, qk = _products(k_row, q_row, k_tile * column_decay(total, k_log[:, None]), dtype, PARTS)
-        if FORM != "bounded" or LOG2_E * BOUND * S < STEEPEST:
+        if UNBOUNDED:
             least = tl.min(total, axis=1)
             lowest_sum = tl.minimum(lowest_sum, least)
             kk = tl.where((least >= STEEPEST)[:, None], kk, 0.0)
@@ -187,7 +188,7 @@ def blocks(
             store_rows(queries + v_start, query.to(half).to(dtype, bitcast=True), n * S, HV * K, key, S, T, K)
         store_rows(writers + v_start, writer.to(half).to(dtype, bitcast=True), n * S, HV * K, key, S, T, K)
     tl.store(lowest + row, lowest_sum)
-    if FORM != "bounded" or LOG2_E * BOUND * S < STEEPEST:
+    if UNBOUNDED:
         if tl.min(lowest_sum) < STEEPEST:
             # Rare, and kept out of the registers of the rest.
             for channels in tl.range(0, BK // BC, disable_licm=True):

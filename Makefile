@@ -44,7 +44,7 @@ help:
 	@echo "make test      the tests, on the CPU"
 	@echo "make test-slow those that take minutes: every kind of sublayer on every mesh"
 	@echo "make test-gpu  the tests that need a GPU"
-	@echo "make mutants   plant sixteen faults, one at a time: each must make its test fail"
+	@echo "make mutants   plant seventeen faults, one at a time: each must make its test fail"
 	@echo "make chaos     200 kills and every other fault five times, at random; make chaos-short is 30 and one"
 	@echo "make lint      ruff, mypy, codespell"
 	@echo "make amd       compile every GPU kernel for AMD Instinct, on any machine"
@@ -64,7 +64,8 @@ test-slow: $(TEST)
 
 test-gpu: $(TEST_GPU)
 	@$(RUN) -c 'import jax, sys; jax.default_backend() == "gpu" or sys.exit("error: jax sees no GPU here")'
-	@$(RUN) -m pytest -m gpu -rA --durations=0 $(ARGS)
+	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -m gpu -n auto --maxprocesses 14 --dist loadgroup \
+	  --durations=10 $(ARGS)
 
 mutants: $(TEST)
 	@$(RUN) tests/mutants.py $(ARGS)

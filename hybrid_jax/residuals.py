@@ -197,7 +197,8 @@ def _delta(model: ModelConfig, section: GDNConfig | KDAConfig, part: Part, found
             found.tokens("new values", HV * V, OPERATION)
             parts = 1 if part.compute == FP32 else 2  # of the inverse
             found.bytes("pairs", chunks * chunk * chunk * (parts + 1) * part.compute, OPERATION)
-            found.bytes("norms and sums of gates", 3 * chunks * chunk * FP32, OPERATION)
+            found.bytes("norms", 2 * chunks * chunk * FP32, OPERATION)
+            found.bytes("sums of gates", chunks * -(-chunk // 16) * FP32, OPERATION)
         found.bytes("states", -(-part.length // chunk) * states * part.compute, OPERATION)
         found.tokens("documents", 1, PLAIN, INT32)
     else:

@@ -1,4 +1,4 @@
-"""Fifteen faults, planted one at a time: each must make its test fail (`make mutants`).
+"""Seventeen faults, planted one at a time: each must make its test fail (`make mutants`).
 
 A fault replaces one exact piece of source text in a copy of the tree; then its test runs there. The same
 tests must pass in a copy without a fault. The command fails when a fault no longer applies, or when its test
@@ -153,11 +153,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/kernels/test_delta_triton.py::test_keeps_documents_apart[kda]",
     ),
     Mutant(
-        "kernel: one square for steep tokens too",
+        "kernel: no zones for steep tokens",
         "hybrid_jax/kernels/kda/blocks.py",
-        "        if tl.min(lowest_sum) < STEEPEST:",
-        "        if tl.min(lowest_sum) < -1e30:",
-        "tests/kernels/test_delta_triton.py::test_steep_tokens_take_exact_squares",
+        "        if lowest_sum < STEEPEST + 1:",
+        "        if lowest_sum < -1e30:",
+        "tests/kernels/test_delta_triton.py::test_steep_tokens_are_in_zones[False]",
+    ),
+    Mutant(
+        "kernel: no gradients of later zones",
+        "hybrid_jax/kernels/kda/channels.py",
+        "tl.range(1, tl.max(zone).to(tl.int32) + 1, disable_licm=True)",
+        "tl.range(1, 2, disable_licm=True)",
+        "tests/kernels/test_delta_triton.py::test_steep_tokens_are_in_zones[True]",
     ),
     Mutant(
         "kernel: gates of a block that tokens of the other reach across",

@@ -24,11 +24,10 @@ pytestmark = pytest.mark.gpu
 LIMITS = {"float32": 1e-5, "bfloat16": 8e-3}
 
 
-@pytest.fixture(scope="module")
-def judge(request):
+@pytest.fixture
+def judge(record_property):
     """judge(operation, dtype, got, want, limits): checks the relative RMS error of each tensor of `want` by name
     against limits[name], or the limit of the dtype; the table is printed at the end."""
-    rows = []
 
     def check(operation, dtype, got, want, limits=()):
         limits = dict(limits)
@@ -36,14 +35,13 @@ def judge(request):
         worst = max(errors, key=lambda name: errors[name] / limits.get(name, LIMITS[dtype]))
         difference = np.max(np.abs(np.asarray(got[worst], np.float64) - np.asarray(want[worst], np.float64)))
         limit = limits.get(worst, LIMITS[dtype])
-        rows.append(f"{operation:<44} {dtype:<9} {errors[worst]:9.1e}  {limit:7.0e}  {difference:9.1e}  {worst}")
-        assert errors[worst] < limit, rows[-1]
+        row = f"{operation:<44} {dtype:<9} {errors[worst]:9.1e}  {limit:7.0e}  {difference:9.1e}  {worst}"
+        record_property("error", row)
+        device = jax.devices()[0]
+        record_property("device", f"{device.device_kind} ({device.platform}), jax {jax.__version__}")
+        assert errors[worst] < limit, row
 
-    yield check
-    device = jax.devices()[0]
-    with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
-        print(f"\n\n{device.device_kind} ({device.platform}), jax {jax.__version__}")
-        print(f"{'operation':<44} {'inputs':<9} {'error':>9}  {'limit':>7}  {'max abs':>9}  in", *rows, sep="\n")
+    return check
 
 
 @pytest.fixture(autouse=True)
@@ -90,11 +88,16 @@ MANY = ["gdn_300m", "gdn_300m_packed", "qwen3_next", "gdn_k128_v256", "gdn_k256"
 MANY += ["kda_300m", "kda_300m_packed", "kda_k64", "kimi_linear", "kda_k256", "kda_fp32_wide"]
 
 
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize(
-    "op, K, V", [*((op, K, V) for op in OPS for K, V in ((64, 64), (128, 128), (256, 96))), ("kda", 32, 64)]
-)
+HEADS = [*((op, K, V) for op in OPS for K, V in ((64, 64), (128, 128), (256, 96))), ("kda", 32, 64)]
+
+
+def one_program(*values):
+    """A parameter whose tests run in one process, which compiles their program once."""
+    return pytest.param(*values, marks=pytest.mark.xdist_group("-".join(map(str, values))))
+
+
 @pytest.mark.parametrize("name", cases.HARD)
+@pytest.mark.parametrize("op, K, V, dtype", [one_program(*heads, dtype) for heads in HEADS for dtype in LIMITS])
 def test_delta_kernels(name, op, K, V, dtype, judge):
     inputs, cotangents = cases.draw(per_channel=op == "kda", K=K, V=V)
     inputs = cases.HARD[name](inputs, np.random.default_rng(1))
@@ -156,8 +159,7 @@ def test_self_test_passes(op, monkeypatch, tmp_path, caplog):
     inputs, _ = cases.draw(per_channel=op == "kda", K=32, V=64)
     inputs |= {name: jnp.asarray(inputs[name], jnp.bfloat16) for name in "qkv"}
     jax.jit(lambda x: OPS[op](**x, backend="triton"))(inputs)
-    (line,) = [r.getMessage() for r in caplog.records if "self-test" in r.getMessage()]
-    print(line)
+    assert len([r for r in caplog.records if "self-test" in r.getMessage()]) == 1
     assert list(tmp_path.glob("hybrid_jax/selftest/*.json"))
 
 

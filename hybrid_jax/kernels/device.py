@@ -102,6 +102,12 @@ def store_rows(pointer, x, start, stride, columns, rows: tl.constexpr, height, w
 
 
 @triton.jit
+def store_turned(pointer, x, start, stride, columns, rows: tl.constexpr, height, width: tl.constexpr):
+    """`store_rows` of x^T."""
+    store_rows(pointer, tl.trans(x.to(pointer.dtype.element_ty)), start, stride, columns, rows, height, width)
+
+
+@triton.jit
 def _within(x, document, y, other):
     """The scan's step: y, and before it x where both are of one document."""
     return tl.where(document == other, x, 0.0) + y, other

@@ -122,13 +122,18 @@ def test_gate(bound):
     agrees(op, inputs, cotangents, cases.SHORT.segment_ids())
 
 
-def test_steep_tokens_take_exact_squares():
-    """One channel resets in the middle of a block, where one square for the whole block would lose all that follows;
-    and an infinite gate is a reset, not a NaN."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_steep_tokens_are_in_zones(packed):
+    """One channel resets in the middle of a block, where one product for the whole block would lose all that follows;
+    some decay by steps of many sizes, through all zones that a block can have; and an infinite gate is a reset, not a
+    NaN."""
     inputs, cotangents = cases.SHORT.draw(True)
     inputs["g"][:, 20, :, 3] = -300
     inputs["g"][:, 75, :, 5] = -1e30
-    agrees(kda, inputs, cotangents, None)
+    inputs["g"][:, 40:70, :, 6] = -np.geomspace(0.01, 400, 30)[None, :, None]
+    inputs["g"][:, 32:96:3, :, 7] = -133
+    inputs["g"][:, 32:96, 0, 8] = -45
+    agrees(kda, inputs, cotangents, cases.SHORT.segment_ids() if packed else None)
     inputs["g"][:, 75, :, 5] = -np.inf
     results = cases.outputs_and_gradients(kda, "triton", inputs, cotangents)
     assert all(np.all(np.isfinite(x)) for x in results.values())

@@ -24,10 +24,11 @@ def inverse_norm(x):
 
 @triton.jit
 def load_strength(beta, b, n, head, T: tl.constexpr, HV: tl.constexpr, C: tl.constexpr):
-    """beta of chunk n [C], kept away from zero: V' / beta then exists, at no change that fp32 could show."""
+    """beta of chunk n [C], kept away from zero: V' / beta then exists, and so does its square, at no change that fp32
+    could show."""
     token = n * C + tl.arange(0, C)
     x = tl.load(beta + (b * T + token) * HV + head, mask=token < T, other=0.0)
-    return tl.where(tl.abs(x) < 1e-20, 1e-20, x)
+    return tl.where(tl.abs(x) < 1e-12, 1e-12, x)
 
 
 @triton.jit

@@ -14,17 +14,17 @@ from hybrid_jax.kernels.kda.decays import (
     LOG2_E,
     STEEPEST,
     UNCENTRE,
-    column_decay,
-    in_square,
+    halves,
     load_bias,
     load_gates,
     load_rate,
     log_decays,
+    pair_decays,
     rest,
-    row_decay,
-    square_decay,
     sums,
     up_to,
+    zone_decays,
+    zones,
 )
 
 
@@ -37,29 +37,6 @@ def documents_around(documents, b, n, T: tl.constexpr, C: tl.constexpr):
     before = tl.load(ids + tl.minimum(tl.maximum(n * C - 1, 0), T - 1))
     last = tl.load(ids + tl.minimum(n * C + C - 1, T - 1))
     return document, before, last
-
-
-@triton.jit
-def _exact_pairs(q_tile, k_tile, g_high, g_low, PARTS: tl.constexpr):
-    """Decayed products of all pairs j < i of a block, and of q_i with k_i, whatever the gates: (k_i . k_j, q_i . k_j),
-    each [S,S]."""
-    at = tl.arange(0, BLOCK)
-    qk = tl.where(at[:, None] == at[None, :], tl.sum(q_tile * k_tile, axis=1)[:, None], 0.0)
-    kk = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for level in tl.range(0, 4, disable_licm=True):
-        part_kk, part_qk = _square(q_tile, k_tile, g_high, g_low, level, PARTS)
-        kk += part_kk
-        qk += part_qk
-    return kk, qk
-
-
-@triton.jit
-def _square(q_tile, k_tile, g_high, g_low, level, PARTS: tl.constexpr):
-    """The same of the pairs in squares of width 2^level."""
-    decay = square_decay(g_high, g_low, level, BLOCK, PARTS)
-    keep = in_square(level, BLOCK)
-    kk, qk = _products(k_tile * decay, q_tile * decay, k_tile * decay, g_high.dtype, PARTS)
-    return tl.where(keep, kk, 0.0), tl.where(keep, qk, 0.0)
 
 
 @triton.jit
@@ -113,8 +90,8 @@ def blocks(
 
     With gamma and Lambda over the block: readers [B,T,HV,K]: gamma K, queries: scale gamma Q, writers: Lambda K, in
     fp16 where `prepare` is to join blocks; carries [B,HV,M,K]: the block's decay. key_pairs, query_pairs [B,M,HV,S,S]:
-    decayed k_i . k_j, j < i, and scale q_i . k_j, j <= i. q_norms, k_logs, lowest [B,HV,N C]: scale / |q|, log2 of 1 /
-    |k|, and the least sum, of all channels, of gates from the block's start through a token.
+    decayed k_i . k_j, j < i, and scale q_i . k_j, j <= i. q_norms, k_logs [B,HV,N C]: scale / |q| and log2 of 1 / |k|.
+    lowest [B,HV,M]: the least sum of the block's gates, of all channels.
     """
     S: tl.constexpr = BLOCK
     BLOCKS: tl.constexpr = N * (C // S)
@@ -146,7 +123,7 @@ def blocks(
         to_reader = tl.where(document == previous, to_reader, 0.0)
         to_query = tl.where(document == previous, to_query, 0.0)
     A, P = tl.zeros([S, S], tl.float32), tl.zeros([S, S], tl.float32)
-    lowest_sum = tl.zeros([S], tl.float32)
+    lowest_sums = tl.zeros([BC], tl.float32)
     to_token, after_token = up_to(document, S, PACKED, dtype), rest(S, dtype)
     rate, inside = load_rate(A_log, head, FORM), (n * S + at < T)[:, None]
     key = tl.arange(0, BC)
@@ -163,18 +140,15 @@ def blocks(
         g = log_decays(x, rate, inside, FORM, BOUND, PARTS)
         g_high, g_low = truncate(g, dtype)
         total = sums(to_token, g_high, g_low, PARTS)
-        decay = row_decay(total, k_log[:, None])
-        k_row, q_row = k_tile * decay, q_tile * decay
-        kk, qk = _products(k_row, q_row, k_tile * column_decay(total, k_log[:, None]), dtype, PARTS)
-        if UNBOUNDED:
-            least = tl.min(total, axis=1)
-            lowest_sum = tl.minimum(lowest_sum, least)
-            kk = tl.where((least >= STEEPEST)[:, None], kk, 0.0)
-            qk = tl.where((least >= STEEPEST)[:, None], qk, 0.0)
+        row_decay, column_decay = pair_decays(total, k_log[:, None], UNBOUNDED)
+        k_row, q_row = k_tile * row_decay, q_tile * row_decay
+        kk, qk = _products(k_row, q_row, k_tile * column_decay, dtype, PARTS)
         A += kk
         P += qk
         writer = k_tile * tl.exp2(sums(after_token, g_high, g_low, PARTS) + k_log[:, None])
-        carry = tl.exp2(tl.sum(g, axis=0))
+        sum_of_gates = tl.sum(g, axis=0)
+        lowest_sums = tl.minimum(lowest_sums, sum_of_gates)
+        carry = tl.exp2(sum_of_gates)
         if PACKED:
             writer = tl.where((document == last)[:, None], writer, 0.0)
             carry = tl.where(previous == last, carry, 0.0)
@@ -187,9 +161,10 @@ def blocks(
             store_rows(readers + v_start, reader.to(half).to(dtype, bitcast=True), n * S, HV * K, key, S, T, K)
             store_rows(queries + v_start, query.to(half).to(dtype, bitcast=True), n * S, HV * K, key, S, T, K)
         store_rows(writers + v_start, writer.to(half).to(dtype, bitcast=True), n * S, HV * K, key, S, T, K)
-    tl.store(lowest + row, lowest_sum)
+    lowest_sum = tl.min(lowest_sums)
+    tl.store(lowest + (b * HV + head) * BLOCKS + n, lowest_sum)
     if UNBOUNDED:
-        if tl.min(lowest_sum) < STEEPEST:
+        if lowest_sum < STEEPEST + 1:  # a sum in another order may differ a little
             # Rare, and kept out of the registers of the rest.
             for channels in tl.range(0, BK // BC, disable_licm=True):
                 key = channels * BC + tl.arange(0, BC)
@@ -197,13 +172,18 @@ def blocks(
                 x = raw.to(tl.float32) + load_bias(dt_bias, head, key, K, FORM)[None, :]
                 g = log_decays(x, rate, inside, FORM, BOUND, PARTS)
                 g_high, g_low = truncate(g, dtype)
-                least = tl.min(sums(to_token, g_high, g_low, PARTS), axis=1)
-                if tl.min(least) < STEEPEST:
-                    k_tile = load_rows(k + start, n * S, H * K, key, S, T, K) * k_norm[:, None]
-                    q_tile = load_rows(q + start, n * S, H * K, key, S, T, K) * k_norm[:, None]
-                    kk, qk = _exact_pairs(q_tile, k_tile, g_high, g_low, PARTS)
-                    A += tl.where((least < STEEPEST)[:, None], kk, 0.0)
-                    P += tl.where((least < STEEPEST)[:, None], qk, 0.0)
+                total = sums(to_token, g_high, g_low, PARTS)
+                if tl.min(total) <= STEEPEST:
+                    k_tile = load_rows(k + start, n * S, H * K, key, S, T, K)
+                    q_tile = load_rows(q + start, n * S, H * K, key, S, T, K)
+                    coarse, fine = halves(g, dtype, PARTS)
+                    coarse, fine = dot(to_token, coarse), dot(to_token, fine)
+                    zone = zones(total, coarse, fine)
+                    for z in tl.range(1, tl.max(zone).to(tl.int32) + 1, disable_licm=True):
+                        row_of, column_of = zone_decays(zone, coarse, fine, z, k_log[:, None])
+                        kk, qk = _products(k_tile * row_of, q_tile * row_of, k_tile * column_of, dtype, PARTS)
+                        A += kk
+                        P += qk
     i, j = at[:, None], at[None, :]
     pairs = ((b * BLOCKS + n) * HV + head) * (S * S) + i * S + j
     A, P = tl.where(i > j, A, 0.0), tl.where(i >= j, P * q_to_k[:, None], 0.0)

@@ -9,25 +9,25 @@ import triton
 import triton.language as tl
 
 from hybrid_jax.kernels.delta.chunks import load_inverse, load_strength, store_inverse
-from hybrid_jax.kernels.device import BLOCK, dot, load_rows, round_to, store_rows, truncate, widen_turned
+from hybrid_jax.kernels.device import BLOCK, dot, load_rows, round_to, store_rows, store_turned, truncate, widen_turned
 from hybrid_jax.kernels.kda.blocks import documents_around
 from hybrid_jax.kernels.kda.decays import (
     LOG2_E,
     STEEPEST,
     UNCENTRE,
-    column_decay,
-    in_square,
+    halves,
     load_bias,
     load_gates,
     load_rate,
     log_decays,
     outer_decays,
+    pair_decays,
     rest,
-    row_decay,
     selecting,
-    square_decay,
     sums_turned,
     up_to,
+    zone_decays,
+    zones,
 )
 
 
@@ -35,12 +35,6 @@ from hybrid_jax.kernels.kda.decays import (
 def _load_half(pointer, start, stride, columns, rows: tl.constexpr, height, width: tl.constexpr, half: tl.constexpr):
     """A tile that `blocks` wrote in fp16."""
     return load_rows(pointer, start, stride, columns, rows, height, width).to(half, bitcast=True)
-
-
-@triton.jit
-def _store_turned(pointer, x, start, stride, columns, rows: tl.constexpr, height, width: tl.constexpr):
-    """`store_rows` of x^T."""
-    store_rows(pointer, tl.trans(x.to(pointer.dtype.element_ty)), start, stride, columns, rows, height, width)
 
 
 @triton.jit
@@ -102,7 +96,7 @@ def prepare(
         place = (b * HV + head) * N + n
         row = _load_half(block_readers + start, n * C, HV * K, key, C, T, K, half)
         query = _load_half(block_queries + start, n * C, HV * K, key, C, T, K, half)
-        right, keep = tl.trans(column), in_square(4, C)
+        right, keep = tl.trans(column), block[:, None] > block[None, :]
         A += tl.where(keep, dot(row, right), 0.0)
         P += tl.where(keep, dot(query, right), 0.0)
         before, after = outer_decays(block_carries, place, key, C, K)
@@ -221,60 +215,47 @@ def prepare_again(
         if PACKED:
             carry = tl.where(previous == last, carry, 0.0)
         tl.store(carries + place * K + key, carry, mask=key < K)
-        _store_turned(readers + v_start, reader * to_reader[None, :], n * C, HV * K, key, C, T, K)
-        _store_turned(queries + v_start, query * to_query[None, :], n * C, HV * K, key, C, T, K)
+        store_turned(readers + v_start, reader * to_reader[None, :], n * C, HV * K, key, C, T, K)
+        store_turned(queries + v_start, query * to_query[None, :], n * C, HV * K, key, C, T, K)
         writer = dot((writer * to_writer[None, :]).to(half), x_turned) * strength[None, :]
-        _store_turned(writers + v_start, writer, n * C, HV * K, key, C, T, K)
+        store_turned(writers + v_start, writer, n * C, HV * K, key, C, T, K)
 
 
 @triton.jit
-def _square_gradients(q_tile, k_tile, k_norm, dA, dP, g_high, g_low, level, PARTS: tl.constexpr):
-    """What dA and dP [S,S] give through the pairs of squares of width 2^level to q, to k and to the sums of gates
-    through each token, all [S,channels]."""
-    dtype: tl.constexpr = g_high.dtype
-    keep = in_square(level, BLOCK)
-    a, p = tl.where(keep, dA, 0.0).to(dtype), tl.where(keep, dP, 0.0).to(dtype)
-    decay = square_decay(g_high, g_low, level, BLOCK, PARTS) * k_norm[:, None]
-    k_wide, k_row = round_to(k_tile * decay, dtype)
-    q_wide, q_row = round_to(q_tile * decay, dtype)
-    to_q, to_k = dot(p, k_row), dot(a, k_row)
-    to_column = dot(tl.trans(a), k_row)
-    to_column += dot(tl.trans(p), q_row)
-    return decay * to_q, decay * (to_k + to_column), k_wide * (to_k - to_column) + q_wide * to_q
+def _through_pairs(k_tile, q_tile, rows, columns, a, p, dtype: tl.constexpr):
+    """What the gradients a and p [S,S] of pairs give to columns of k [channels,S], and, to be multiplied with `rows`,
+    to rows of q and of k; and to the sums of gates through each token. rows, columns: decays, with 1 / |k|.
+
+    What a pair gives to both its tokens is the same product, to the last bit.
+    """
+    wide, narrow = round_to(k_tile * columns, dtype)
+    to_q, to_k = dot(narrow, tl.trans(p)), dot(narrow, tl.trans(a))
+    k_wide, k_row = round_to(k_tile * rows, dtype)
+    q_wide, q_row = round_to(q_tile * rows, dtype)
+    to_column = dot(q_row, p)
+    to_column += dot(k_row, a)
+    return to_column * columns, to_q, to_k, k_wide * to_k + q_wide * to_q - wide * to_column
 
 
 @triton.jit
-def _exact_gradients(q_tile, k_tile, k_norm, dA, dP, g_high, g_low, PARTS: tl.constexpr):
-    """The same through all pairs of a block."""
-    of_q = tl.zeros(q_tile.shape, tl.float32)
-    of_k, of_g = of_q, of_q
-    for level in tl.range(0, 4, disable_licm=True):
-        part = _square_gradients(q_tile, k_tile, k_norm, dA, dP, g_high, g_low, level, PARTS)
-        of_q += part[0]
-        of_k += part[1]
-        of_g += part[2]
-    return of_q, of_k, of_g
-
-
-@triton.jit
-def _load_pairs(dpairs, dattention, lowest, chunk, second, pair, document, others, C: tl.constexpr,
-                PACKED: tl.constexpr, UNBOUNDED: tl.constexpr):  # fmt: skip
-    """Gradients of a chunk's pairs, of keys and of queries with keys: those of pairs within a block that are not taken
-    exactly, a and p [S,S]; and those of pairs of both blocks, from the other block's tokens to this one's."""
+def _load_pairs(dpairs, dattention, chunk, second, pair, C: tl.constexpr):
+    """Gradients of a block's pairs, of keys and of queries with keys: a and p [S,S]."""
     at = tl.arange(0, BLOCK)
-    i, j = at[:, None], at[None, :]
-    if UNBOUNDED:
-        pair = pair & (tl.load(lowest) >= STEEPEST)[:, None]
-    own = chunk * (C * C) + second * (BLOCK * C + BLOCK) + i * C + j
-    a, p = tl.load(dpairs + own, mask=pair, other=0.0), tl.load(dattention + own, mask=pair, other=0.0)
-    cross_a, cross_p = a, p
-    if C > BLOCK:
-        cross = chunk * (C * C) + BLOCK * C + i * tl.where(second == 1, 1, C) + j * tl.where(second == 1, C, 1)
-        cross_a, cross_p = tl.load(dpairs + cross), tl.load(dattention + cross)
-        if PACKED:
-            same = others[:, None] == document[None, :]
-            cross_a, cross_p = tl.where(same, cross_a, 0.0).to(a.dtype), tl.where(same, cross_p, 0.0).to(p.dtype)
-    return a, p, cross_a, cross_p
+    own = chunk * (C * C) + second * (BLOCK * C + BLOCK) + at[:, None] * C + at[None, :]
+    return tl.load(dpairs + own, mask=pair, other=0.0), tl.load(dattention + own, mask=pair, other=0.0)
+
+
+@triton.jit
+def _load_cross(dpairs, dattention, chunk, second, document, others, C: tl.constexpr, PACKED: tl.constexpr):
+    """The same of pairs of both blocks of a chunk, from the other block's tokens to this one's."""
+    at = tl.arange(0, BLOCK)
+    cross = chunk * (C * C) + BLOCK * C
+    cross += at[:, None] * tl.where(second == 1, 1, C) + at[None, :] * tl.where(second == 1, C, 1)
+    a, p = tl.load(dpairs + cross), tl.load(dattention + cross)
+    if PACKED:
+        same = others[:, None] == document[None, :]
+        a, p = tl.where(same, a, 0.0).to(a.dtype), tl.where(same, p, 0.0).to(p.dtype)
+    return a, p
 
 
 @triton.jit
@@ -347,57 +328,66 @@ def input_gradients(
     first = (b * HV + group * R) * (N * C) + n * S + at
     k_log, q_norm = tl.load(k_logs + first), tl.load(q_norms + first)
     k_norm = tl.exp2(k_log)
-    lowest_sum = tl.zeros([S], tl.float32)
+    lowest_sum = 0.0
     of_q_norm, of_k_norm = tl.zeros([S], tl.float32), tl.zeros([S], tl.float32)
     for each in tl.static_range(R):
         for part in tl.static_range(SUMS):
             of_q_norm += tl.load(along_q + part * ROWS + first + each * (N * C))
         of_k_norm += tl.load(along_k + first + each * (N * C))
         if UNBOUNDED:
-            lowest_sum = tl.minimum(lowest_sum, tl.load(lowest + first + each * (N * C)))
+            lowest_sum = tl.minimum(lowest_sum, tl.load(lowest + (b * HV + group * R + each) * BLOCKS + n))
     # The gradients of x from those of u = x / |x|: (du - u (u . du)) / |x|.
     of_q_norm *= q_norm * q_norm * (1 / (SCALE * SCALE))
     of_k_norm *= k_norm * k_norm
     k_square = k_norm * k_norm
 
+    # Tiles are [channels, tokens] from here: all products sum over tokens, and take them as they are.
+    to_token, inside = tl.trans(up_to(document, S, PACKED, dtype)), (n * S + at < T)[None, :]
+    steep = False
     if UNBOUNDED:
-        if tl.min(lowest_sum) < STEEPEST:
+        steep = lowest_sum < STEEPEST + 1  # a sum in another order may differ a little
+        if steep:
             # Rare, and kept out of the registers of the rest: the outputs hold its parts meanwhile.
             for channels in tl.range(0, BK // BC, disable_licm=True):
                 key = channels * BC + tl.arange(0, BC)
-                k_tile = load_rows(k + start, n * S, H * K, key, S, T, K)
-                q_tile = load_rows(q + start, n * S, H * K, key, S, T, K)
-                dq_tile, dk_tile = tl.zeros([S, BC], tl.float32), tl.zeros([S, BC], tl.float32)
+                dq_tile, dk_tile = tl.zeros([BC, S], tl.float32), tl.zeros([BC, S], tl.float32)
                 for r in tl.range(0, R, disable_licm=True):
                     head = group * R + r
-                    pairs = ((b * N + n // PER) * HV + head) * (C * C) + second * (S * C + S) + i * C + j
-                    keep = pair & (tl.load(lowest + first + r * (N * C)) < STEEPEST)[:, None]
-                    dA = tl.where(keep, tl.load(dpairs + pairs), 0.0)
-                    dP = tl.where(keep, tl.load(dattention + pairs), 0.0)
                     raw = load_gates(gates, b, n, head, key, T, HV, K, S)
-                    x = raw.to(tl.float32) + load_bias(dt_bias, head, key, K, FORM)[None, :]
-                    g = log_decays(x, load_rate(A_log, head, FORM), (n * S + at < T)[:, None], FORM, BOUND, PARTS)
+                    x = widen_turned(raw) + load_bias(dt_bias, head, key, K, FORM)[:, None]
+                    g = log_decays(x, load_rate(A_log, head, FORM), inside, FORM, BOUND, PARTS)
                     g_high, g_low = truncate(g, dtype)
-                    given = _exact_gradients(q_tile, k_tile, k_norm, dA, dP, g_high, g_low, PARTS)
-                    dq_tile += given[0]
-                    dk_tile += given[1]
-                    store_rows(dgates + (b * T * HV + head) * K, given[2], n * S, HV * K, key, S, T, K)
-                store_rows(dq + start, dq_tile, n * S, H * K, key, S, T, K)
-                store_rows(dk + start, dk_tile, n * S, H * K, key, S, T, K)
+                    total = sums_turned(g_high, g_low, to_token, PARTS)
+                    of_sums = tl.zeros([BC, S], tl.float32)
+                    if tl.min(total) <= STEEPEST:
+                        k_tile = widen_turned(load_rows(k + start, n * S, H * K, key, S, T, K))
+                        q_tile = widen_turned(load_rows(q + start, n * S, H * K, key, S, T, K))
+                        chunk = (b * N + n // PER) * HV + head
+                        a, p = _load_pairs(dpairs, dattention, chunk, second, pair, C)
+                        coarse, fine = halves(g, dtype, PARTS)
+                        coarse, fine = dot(coarse, to_token), dot(fine, to_token)
+                        zone = zones(total, coarse, fine)
+                        for z in tl.range(1, tl.max(zone).to(tl.int32) + 1, disable_licm=True):
+                            rows, columns = zone_decays(zone, coarse, fine, z, k_log[None, :])
+                            of_column, to_q, to_k, of_gate = _through_pairs(k_tile, q_tile, rows, columns, a, p, dtype)
+                            dq_tile += rows * to_q
+                            dk_tile += rows * to_k + of_column
+                            of_sums += of_gate
+                    store_turned(dgates + (b * T * HV + head) * K, of_sums, n * S, HV * K, key, S, T, K)
+                store_turned(dq + start, dq_tile, n * S, H * K, key, S, T, K)
+                store_turned(dk + start, dk_tile, n * S, H * K, key, S, T, K)
             tl.debug_barrier()
 
-    # Tiles are [channels, tokens] from here: all products sum over tokens, and take them as they are.
     before, since = i < j, i >= j
     if PACKED:
         before, since = before & same, since & same
-    to_token, after_token = tl.trans(up_to(document, S, PACKED, dtype)), tl.trans(rest(S, dtype))
+    after_token = tl.trans(rest(S, dtype))
     before, since = selecting(before, dtype), selecting(since, dtype)
-    inside = (n * S + at < T)[None, :]
     dq_tile, dk_tile = tl.zeros([BC, S], tl.float32), tl.zeros([BC, S], tl.float32)
     head, chunk, row = group * R, (b * N + n // PER) * HV + group * R, first
-    a, p, cross_a, cross_p = _load_pairs(
-        dpairs, dattention, lowest + first, chunk, second, pair, document, others, C, PACKED, UNBOUNDED
-    )
+    a, p = _load_pairs(dpairs, dattention, chunk, second, pair, C)
+    if PER == 2:
+        cross_a, cross_p = _load_cross(dpairs, dattention, chunk, second, document, others, C, PACKED)
     rate = load_rate(A_log, head, FORM)
     if FORM == "softplus":
         inverse_rate, log_rate = 1 / rate, tl.log2(rate)
@@ -407,46 +397,46 @@ def input_gradients(
         if R > 1:
             r, key = step % R, step // R * BC + tl.arange(0, BC)
             head, chunk, row = group * R + r, (b * N + n // PER) * HV + group * R + r, first + r * (N * C)
-            a, p, cross_a, cross_p = _load_pairs(
-                dpairs, dattention, lowest + row, chunk, second, pair, document, others, C, PACKED, UNBOUNDED
-            )
+            a, p = _load_pairs(dpairs, dattention, chunk, second, pair, C)
+            if PER == 2:
+                cross_a, cross_p = _load_cross(dpairs, dattention, chunk, second, document, others, C, PACKED)
             rate = load_rate(A_log, head, FORM)
             if FORM == "softplus":
                 inverse_rate, log_rate = 1 / rate, tl.log2(rate)
             own = tl.load(diagonal + row) * k_square
         head_start = (b * T * HV + head) * K
-        # All loads at once: each waits for memory a long time.
-        k_tile = load_rows(k + start, n * S, H * K, key, S, T, K)
-        q_tile = load_rows(q + start, n * S, H * K, key, S, T, K)
-        raw = load_gates(gates, b, n, head, key, T, HV, K, S)
-        asked_tile = load_rows(asked + head_start, n * S, HV * K, key, S, T, K)
-        read_tile = load_rows(exchanged + head_start, n * S, HV * K, key, S, T, K)
-        written_tile = load_rows(exchanged + SIZE + head_start, n * S, HV * K, key, S, T, K)
+        carried = tl.load(through + ((b * HV + head) * N + n // PER) * K + key, mask=key < K, other=0.0)
         if PER == 2:
             x_part = load_rows(parts + (chunk * 3 + 2 * second) * (S * K), 0, K, key, S, S, K)
             y_part = load_rows(parts + (chunk * 3 + 1 + second) * (S * K), 0, K, key, S, S, K)
             there = exchanged + head_start + second.to(tl.int64) * SIZE
             there = load_rows(there, (n ^ 1) * S, HV * K, key, S, T, K)
             asked_there = load_rows(asked + head_start, (n ^ 1) * S, HV * K, key, S, tl.where(second == 0, T, 0), K)
+            there, asked_there = widen_turned(there), widen_turned(asked_there)
+            if PACKED:
+                crosses = tl.where(second == 1, others == last, others == previous)[None, :]
+                there, asked_there = tl.where(crosses, there, 0.0), tl.where(crosses, asked_there, 0.0)
+            crossed = tl.sum(widen_turned(x_part) * there + widen_turned(y_part) * asked_there, axis=1)
+            place = ((b * HV + head) * BLOCKS + n) * K + key
+            carried += crossed * tl.load(carries + place, mask=key < K, other=0.0)
+            of_x, of_y = dot(tl.trans(x_part), cross_a), dot(tl.trans(y_part), cross_p)
+        k_tile = load_rows(k + start, n * S, H * K, key, S, T, K)
+        q_tile = load_rows(q + start, n * S, H * K, key, S, T, K)
+        raw = load_gates(gates, b, n, head, key, T, HV, K, S)
+        asked_tile = load_rows(asked + head_start, n * S, HV * K, key, S, T, K)
+        read_tile = load_rows(exchanged + head_start, n * S, HV * K, key, S, T, K)
+        written_tile = load_rows(exchanged + SIZE + head_start, n * S, HV * K, key, S, T, K)
         x = widen_turned(raw) + load_bias(dt_bias, head, key, K, FORM)[:, None]
         g = log_decays(x, rate, inside, FORM, BOUND, PARTS)
         k_tile, q_tile = widen_turned(k_tile), widen_turned(q_tile)
         g_high, g_low = truncate(g, dtype)
         total = sums_turned(g_high, g_low, to_token, PARTS)
-        near = column_decay(total, k_log[None, :])
-        rows = row_decay(total, k_log[None, :])
-        # What a pair gives to both its tokens is the same product, to the last bit. Decays times 1 / |k|, also of rows
-        # of q, whose factors know it, give gradients of k and q as they were before they were normalised, but for what
-        # lies along them. The diagonal has no decay, and stays out of the gates' gradients.
-        wide, narrow = round_to(k_tile * near, dtype)
-        to_q, to_k = dot(narrow, tl.trans(p)), dot(narrow, tl.trans(a))
-        k_decayed, q_decayed = k_tile * rows, q_tile * rows
-        k_wide, k_row = round_to(k_decayed, dtype)
-        q_wide, q_row = round_to(q_decayed, dtype)
-        to_column = dot(q_row, p)
-        to_column += dot(k_row, a)
+        rows, columns = pair_decays(total, k_log[None, :], UNBOUNDED)
+        # Decays times 1 / |k|, also of rows of q, whose factors know it, give gradients of k and q as they were before
+        # they were normalised, but for what lies along them. The diagonal has no decay, and stays out of the gates'
+        # gradients.
+        dk_part, to_q, to_k, of_sums = _through_pairs(k_tile, q_tile, rows, columns, a, p, dtype)
         # With what comes from outside the block. of_sums: d loss / d (sum of gates from the block's start through i).
-        carried = tl.load(through + ((b * HV + head) * N + n // PER) * K + key, mask=key < K, other=0.0)
         asked_tile, read_tile = widen_turned(asked_tile), widen_turned(read_tile)
         written_tile = widen_turned(written_tile)
         if PACKED:
@@ -458,14 +448,6 @@ def input_gradients(
         else:
             # Pairs of both blocks, and what tokens there exchange with states across the block here. The first block
             # meets rows of the second, k in x_part and q in y_part; the second columns of the first, in both.
-            there, asked_there = widen_turned(there), widen_turned(asked_there)
-            if PACKED:
-                crosses = tl.where(second == 1, others == last, others == previous)[None, :]
-                there, asked_there = tl.where(crosses, there, 0.0), tl.where(crosses, asked_there, 0.0)
-            of_x, of_y = dot(tl.trans(x_part), cross_a), dot(tl.trans(y_part), cross_p)
-            crossed = tl.sum(widen_turned(x_part) * there + widen_turned(y_part) * asked_there, axis=1)
-            place = ((b * HV + head) * BLOCKS + n) * K + key
-            carried += crossed * tl.load(carries + place, mask=key < K, other=0.0)
             carry = tl.load(carries + place + tl.where(second == 1, -K, K), mask=key < K, other=0.0)
             entering = tl.where(second == 1, carry, 1.0) * UNCENTRE
             leaving = tl.where(second == 1, 1.0, carry)
@@ -474,14 +456,12 @@ def input_gradients(
             asked_tile = asked_tile * entering[:, None] + of_y * to_row
             read_tile = read_tile * entering[:, None] + of_x * to_row
             written_tile = written_tile * leaving[:, None] + (of_x + of_y) * to_writer
-        of_sums = k_wide * to_k + k_decayed * read_tile
-        of_sums += q_wide * to_q + q_decayed * asked_tile
-        of_sums -= wide * to_column
+        of_sums += (k_tile * rows) * read_tile + (q_tile * rows) * asked_tile
         written_tile *= tl.exp2(sums_turned(g_high, g_low, after_token, PARTS) + k_log[None, :])
-        dk_part = near * to_column + rows * (to_k + read_tile) + written_tile + own[None, :] * q_tile
+        dk_part += rows * (to_k + read_tile) + written_tile + own[None, :] * q_tile
         dq_part = rows * (to_q + asked_tile) + own[None, :] * k_tile
         if UNBOUNDED:
-            if tl.min(lowest_sum) < STEEPEST:
+            if steep:
                 of_sums += widen_turned(load_rows(dgates + head_start, n * S, HV * K, key, S, T, K))
                 if r == 0:
                     dq_part += widen_turned(load_rows(dq + start, n * S, H * K, key, S, T, K))
@@ -503,11 +483,11 @@ def input_gradients(
             of_block = of_gates + ((b * BLOCKS + n) * HV + head) * 2 * K + key
             tl.store(of_block, of_rate, mask=key < K)
             tl.store(of_block + K, tl.sum(dg, axis=1), mask=key < K)
-        _store_turned(dgates + head_start, dg, n * S, HV * K, key, S, T, K)
+        store_turned(dgates + head_start, dg, n * S, HV * K, key, S, T, K)
         if R > 1:
             dq_part += tl.where(r == 0, 0.0, dq_tile)
             dk_part += tl.where(r == 0, 0.0, dk_tile)
             dq_tile, dk_tile = dq_part, dk_part
         if r == R - 1:
-            _store_turned(dq + start, dq_part - q_tile * of_q_norm[None, :], n * S, H * K, key, S, T, K)
-            _store_turned(dk + start, dk_part - k_tile * of_k_norm[None, :], n * S, H * K, key, S, T, K)
+            store_turned(dq + start, dq_part - q_tile * of_q_norm[None, :], n * S, H * K, key, S, T, K)
+            store_turned(dk + start, dk_part - k_tile * of_k_norm[None, :], n * S, H * K, key, S, T, K)

@@ -6,14 +6,10 @@ of gates from the start of a block of S = 16 tokens through a token:
     within a block            exp(G_i + CENTRE)    exp(-G_j - CENTRE)
     of neighbouring blocks    exp(G_i)             exp(sum after j to its block's end)
 
-The second has exponents <= 0 for any gates. The first is in range down to G = STEEPEST. Tokens from which on it is
-not (their own gates and earlier ones decide) take dyadic squares instead, as in kernels.kda.chunked: for every
-aligned run of 2b tokens, rows from its right half and columns from its left half, where
-
-    exp(sum of gates between) = exp(sum from the middle through i) exp(sum after j to the middle)
-
-A tile of decays [C, K] for width b holds the first factor in rows of right halves and the second in rows of left
-halves, so that one product k * decay serves as rows and as columns. Gates above STEEPEST / S never need them.
+The second has exponents <= 0 for any gates. The first is for rows with G_i > STEEPEST. Other rows are in zones z = 1,
+2, .. of WIDTH below that. Each zone is a product of its own, with decays from where it starts, a number that no token
+has a say in: exp(G_i - start) <= 1, and exp(start - G_j), which is large for columns of the zone only. Gates above
+STEEPEST / S, bounded ones say, need no zones.
 
 Sums of gates are products with 0/1 matrices: exactly the gates between, and none of a later token or another document,
 enter a decay, not even in rounding. All exponents here are in base 2, which GPUs raise to a power in one instruction.
@@ -24,10 +20,10 @@ Shapes: C chunk, K key dim (a tile's width).
 import triton
 import triton.language as tl
 
-from hybrid_jax.kernels.device import BLOCK, dot, load_rows
+from hybrid_jax.kernels.device import BLOCK, dot, load_rows, truncate
 
 # 2^96 and 2^-96 leave nine decimal digits to the end of the range of fp32 and of bf16, for what they multiply.
-STEEPEST, CENTRE = tl.constexpr(-192.0), tl.constexpr(96.0)
+STEEPEST, CENTRE, WIDTH = tl.constexpr(-192.0), tl.constexpr(96.0), tl.constexpr(96.0)
 UNCENTRE = tl.constexpr(2.0**-96)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -152,38 +148,39 @@ def outer_decays(carries, chunk, key, C: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def row_decay(total, log_norm):
-    """norm exp(G + CENTRE) of sums G, `total`; log_norm in base 2, of its shape."""
-    return tl.exp2(total + (log_norm + CENTRE))
+def pair_decays(total, log_norm, UNBOUNDED: tl.constexpr):
+    """norm exp(G + CENTRE) for rows and norm exp(-G - CENTRE) for columns, of sums G, `total`; log_norm in base 2, of
+    its shape. Rows in a zone have 0; columns are finite there too."""
+    row, column = total, total
+    if UNBOUNDED:
+        row, column = tl.where(total > STEEPEST, total, -1e4), tl.maximum(total, STEEPEST)
+    return tl.exp2(row + (log_norm + CENTRE)), tl.exp2((log_norm - CENTRE) - column)
 
 
 @triton.jit
-def column_decay(total, log_norm):
-    """norm exp(-G - CENTRE), finite for steep rows too."""
-    return tl.exp2((log_norm - CENTRE) - tl.maximum(total, STEEPEST))
+def halves(g, dtype: tl.constexpr, PARTS: tl.constexpr):
+    """Log decays g as coarse + fine, for sums of both in zones: those of coarse lose little or nothing to rounding.
+    What decays by 2^STEEPEST or more is zero, and may decay by that."""
+    g = tl.maximum(g, STEEPEST)
+    if PARTS == 2:
+        coarse, fine = truncate(g, dtype)
+    else:
+        coarse = tl.floor(g * 64.0) * (1 / 64)
+        fine = g - coarse
+    return coarse, fine
 
 
 @triton.jit
-def is_right(level, C: tl.constexpr):
-    """Whether tokens lie in the right half of their run of 2b, b = 2^level [C]."""
-    return ((tl.arange(0, C) >> level) & 1) == 1
+def zones(total, coarse, fine):
+    """The zone of each sum G, `total`, 0 for none; coarse + fine: the sums of `halves`."""
+    zone = tl.floor((coarse + fine - STEEPEST) * (-1 / WIDTH)) + 1.0
+    return tl.where(total > STEEPEST, 0.0, tl.maximum(zone, 1.0))
 
 
 @triton.jit
-def in_square(level, C: tl.constexpr):
-    """Whether (row, column) are in the right and left half of one run of 2b, b = 2^level [C,C]."""
-    runs = tl.arange(0, C) >> (level + 1)
-    right = is_right(level, C)
-    return (runs[:, None] == runs[None, :]) & right[:, None] & (right == 0)[None, :]
-
-
-@triton.jit
-def square_decay(high, low, level, C: tl.constexpr, PARTS: tl.constexpr):
-    """The tile of decays for squares of width b = 2^level [C,K]."""
-    at = tl.arange(0, C)
-    row, column = at[:, None], at[None, :]
-    middle = ((row >> level) | 1) << level
-    before = (middle <= column) & (column <= row)
-    after = (row < column) & (column < middle)
-    keep = ((row >= middle) & before) | ((row < middle) & after)
-    return tl.exp2(sums(selecting(keep, high.dtype), high, low, PARTS))
+def zone_decays(zone, coarse, fine, z, log_norm):
+    """(rows', columns') decays of zone z, each with the norm."""
+    g = (coarse - STEEPEST + (z - 1) * WIDTH) + fine
+    rows = tl.exp2(tl.where(zone == z, g + log_norm, -1e4))
+    # Columns of later zones come after all rows of this one: anything finite will do.
+    return rows, tl.exp2(log_norm - tl.maximum(g, -WIDTH - 1.0))

@@ -16,13 +16,14 @@ alone: joins the blocks), `scan` (the state before each chunk), `output` (each c
 (each chunk alone: what `prepare` made of decays, without pairs), `value_gradients` (each chunk alone: what follows
 from do), `reverse_scan`, `state_gradients` (each chunk and block of channels alone: what follows from dV and the
 gradients of the states), `input_gradients` (each block of tokens alone: all that is elementwise in channels). A chunk
-is one block or two. Saved between forward and backward: the inputs, the states, V', T', P and three numbers a token,
-2KV/C + 2V + 6C + 12 bytes a token and value head in bf16.
+is one block or two. Saved between forward and backward: the inputs, the states, V', T', P, two norms a token and a
+number a block, 2KV/C + 2V + 6C + 8 bytes a token and value head in bf16.
 
 What is elementwise in channels costs most (K numbers a token and head, each a dozen times), and there most of the time
 went into waiting and into moving numbers between threads. Hence kernels that few registers and few warps suffice for;
-tiles [channels, tokens] where products sum over tokens, which then take them without a move; narrow tiles that products
-with the identity widen (kernels.device.widen); and loads a step ahead.
+tiles [channels, tokens] where products sum over tokens, which then take them without a move, and where states are left
+operands, which matrix units of some GPUs read from shared memory; narrow tiles that products with the identity widen
+(kernels.device.widen); sums of squares and the like from the diagonals of products; and loads a step ahead.
 
 Gradients of u = x / |x| become those of x by taking out what lies along u. That needs a sum over all channels, which
 the blocks of channels do not have; it follows from vectors over values: with sigma = u . d loss / d u,
@@ -112,7 +113,8 @@ def _prepare(plan: Plan, options: _Options, inputs, beta):
     block_carries = _carries(plan, _BLOCK)
     square = (plan.B, count, plan.HV, _BLOCK, _BLOCK)
     pairs = plan.shape(*square, dtype=jnp.float32), plan.shape(*square)
-    outputs = (*3 * [plan.per_key], block_carries, *pairs, *3 * [plan.vector])
+    lowest = plan.shape(plan.B, plan.HV, count, dtype=jnp.float32)
+    outputs = (*3 * [plan.per_key], block_carries, *pairs, plan.vector, plan.vector, lowest)
     constants = _of_gates(plan, options) | {"SCALE": options.scale}
     *made, q_norms, k_logs, lowest = plan.launch(blocks, inputs, outputs, plan.B * count * plan.HV, constants)
     joined = [plan.shape(1)] * 3 if plan.chunk == _BLOCK else [plan.per_key, plan.per_key, _carries(plan)]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from hybrid_jax.kernels.delta.chunks import apply, load_inverse, load_strength, local_gradient
-from hybrid_jax.kernels.device import dot, load_rows, store_rows
+from hybrid_jax.kernels.device import dot, load_rows, store_rows, store_turned, widen_turned
 
 
 @triton.jit
@@ -162,8 +162,9 @@ def state_gradients(
     v_start = (b * T * HV + head) * V
     chunk = (b * N + n) * HV + head
     row = (b * HV + head) * (N * C) + token
-    asks, reads = tl.zeros([C, BC], tl.float32), tl.zeros([C, BC], tl.float32)
-    writes, products = tl.zeros([C, BC], tl.float32), tl.zeros([BC], tl.float32)
+    # Tiles are [channels, tokens] here: the states are then left operands, which need not pass through registers.
+    asks, reads = tl.zeros([BC, C], tl.float32), tl.zeros([BC, C], tl.float32)
+    writes, products = tl.zeros([BC, C], tl.float32), tl.zeros([BC, BC], tl.float32)
     for block in tl.range(0, (V + BV - 1) // BV, disable_licm=True):
         value = block * BV + tl.arange(0, BV)
         inside = (key < K)[:, None] & (value < V)[None, :]
@@ -173,33 +174,34 @@ def state_gradients(
         do_tile = load_rows(do + v_start, n * C, HV * V, value, C, T, V)
         dv_tile = load_rows(dv + v_start, n * C, HV * V, value, C, T, V)
         new = load_rows(values + v_start, n * C, HV * V, value, C, T, V)
-        asks += dot(do_tile, tl.trans(state))
-        reads -= dot(dv_tile, tl.trans(state))
-        writes += dot(new, tl.trans(dstate))
-        products += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1)
-    store_rows(exchanged + start, reads, n * C, HV * K, key, C, T, K)
-    store_rows(exchanged + SIZE + start, writes, n * C, HV * K, key, C, T, K)
+        asks += dot(state, tl.trans(do_tile))
+        reads += dot(state, tl.trans(dv_tile))
+        writes += dot(dstate, tl.trans(new))
+        products += dot(state, tl.trans(dstate))
+    # All loads at once: each waits for memory a long time.
     place = ((b * HV + head) * N + n) * K + key
-    products *= tl.load(carries + place, mask=key < K, other=0.0)
-    tl.store(through + place, products, mask=key < K)
-    along = tl.sum(load_rows(queries + start, n * C, HV * K, key, C, T, K) * asks, axis=1)
-    along += tl.where(part == 0, tl.load(of_pairs + row), 0.0)
-    tl.store(along_q + part.to(tl.int64) * ROWS + row, along)
-    asks *= (tl.load(q_norms + row) * tl.exp2(-tl.load(k_logs + row)))[:, None]
-    store_rows(asked + start, asks, n * C, HV * K, key, C, T, K)
+    carry = tl.load(carries + place, mask=key < K, other=0.0)
+    query = load_rows(queries + start, n * C, HV * K, key, C, T, K)
+    q_to_k = tl.load(q_norms + row) * tl.exp2(-tl.load(k_logs + row))
+    along = tl.where(part == 0, tl.load(of_pairs + row), 0.0)
+    products = tl.sum(tl.where(key[:, None] == key[None, :], products, 0.0), axis=1)
+    tl.store(through + place, products * carry, mask=key < K)
+    store_turned(exchanged + start, -reads, n * C, HV * K, key, C, T, K)
+    store_turned(exchanged + SIZE + start, writes, n * C, HV * K, key, C, T, K)
+    tl.store(along_q + part.to(tl.int64) * ROWS + row, along + tl.sum(widen_turned(query) * asks, axis=0))
+    store_turned(asked + start, asks * q_to_k[None, :], n * C, HV * K, key, C, T, K)
     if part == 0:
         strength = load_strength(beta, b, n, head, T, HV, C)
-        to_beta = (1 / strength)[:, None]
-        dA = tl.zeros([C, C], tl.float32)
-        dstrength, along = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+        dA, of_keys = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
         for block in tl.range(0, (V + BV - 1) // BV, disable_licm=True):
             value = block * BV + tl.arange(0, BV)
             dv_tile = load_rows(dv + v_start, n * C, HV * V, value, C, T, V)
             new = load_rows(values + v_start, n * C, HV * V, value, C, T, V)
             v_tile = load_rows(v + v_start, n * C, HV * V, value, C, T, V)
             dA -= dot(dv_tile, tl.trans(new))
-            dstrength += tl.sum((dv_tile * to_beta) * (new * to_beta), axis=1)
-            along -= tl.sum(dv_tile.to(tl.float32) * v_tile.to(tl.float32), axis=1)
+            of_keys -= dot(dv_tile, tl.trans(v_tile))
         tl.store(dpairs + chunk * (C * C) + at[:, None] * C + at[None, :], dA.to(dpairs.dtype.element_ty))
-        tl.store(along_k + row, along + 2.0 * strength * dstrength)
+        own = at[:, None] == at[None, :]
+        dstrength = tl.sum(tl.where(own, -dA, 0.0), axis=1) / (strength * strength)
+        tl.store(along_k + row, tl.sum(tl.where(own, of_keys, 0.0), axis=1) + 2.0 * strength * dstrength)
         tl.store(dbeta + (b * T + token) * HV + head, dstrength, mask=token < T)

@@ -6,6 +6,7 @@
 #   TORCH=no                 leave torch out; the tests that need it are skipped and counted
 #   SETUP=no                 build nothing and use PYTHON as it is (container images that bring their own jax)
 #   JOBS=2                   test processes
+#   GPU_JOBS=4               processes of the GPU tests; each may take 30 GB of the GPU's memory, one of them 70 GB
 #   ARGS="..."               more arguments for launch.py, pytest or the benchmark
 
 VENV   ?= .venv
@@ -13,6 +14,7 @@ PYTHON ?= python3.11 python3.12 python3.13 python3.14 python3
 TORCH  ?= yes
 SETUP  ?= yes
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && echo 8 || echo $$n)
+GPU_JOBS ?= 4
 ARGS   ?=
 
 CONSTRAINTS ?=
@@ -64,8 +66,7 @@ test-slow: $(TEST)
 
 test-gpu: $(TEST_GPU)
 	@$(RUN) -c 'import jax, sys; jax.default_backend() == "gpu" or sys.exit("error: jax sees no GPU here")'
-	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -m gpu -n auto --maxprocesses 14 --dist loadgroup \
-	  --durations=10 $(ARGS)
+	@XLA_PYTHON_CLIENT_ALLOCATOR=platform $(RUN) -m pytest -m gpu -n $(GPU_JOBS) --durations=10 $(ARGS)
 
 mutants: $(TEST)
 	@$(RUN) tests/mutants.py $(ARGS)

@@ -239,10 +239,19 @@ def _through_pairs(k_tile, q_tile, rows, columns, a, p, dtype: tl.constexpr):
 
 @triton.jit
 def _load_pairs(dpairs, dattention, chunk, second, pair, C: tl.constexpr):
-    """Gradients of a block's pairs, of keys and of queries with keys: a and p [S,S]."""
+    """Gradients of a block's pairs, of keys and of queries with keys, a and p [S,S], in a unit of their own size where
+    they are small, and its logarithm. Times decays of 2^-96 they would vanish: a loss that is a mean over many tokens
+    has gradients of 2^-30."""
     at = tl.arange(0, BLOCK)
     own = chunk * (C * C) + second * (BLOCK * C + BLOCK) + at[:, None] * C + at[None, :]
-    return tl.load(dpairs + own, mask=pair, other=0.0), tl.load(dattention + own, mask=pair, other=0.0)
+    a, p = tl.load(dpairs + own, mask=pair, other=0.0), tl.load(dattention + own, mask=pair, other=0.0)
+    wide_a, wide_p = a.to(tl.float32), p.to(tl.float32)
+    largest = tl.max(tl.maximum(tl.abs(wide_a), tl.abs(wide_p)))
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
+    # Within these bounds what comes from outside the block is in range too, whatever its size.
+    log_unit = tl.minimum(tl.maximum(exponent, -60), 0).to(tl.float32)
+    inverse = tl.exp2(-log_unit)
+    return (wide_a * inverse).to(a.dtype), (wide_p * inverse).to(p.dtype), log_unit
 
 
 @triton.jit
@@ -363,16 +372,17 @@ def input_gradients(
                         k_tile = widen_turned(load_rows(k + start, n * S, H * K, key, S, T, K))
                         q_tile = widen_turned(load_rows(q + start, n * S, H * K, key, S, T, K))
                         chunk = (b * N + n // PER) * HV + head
-                        a, p = _load_pairs(dpairs, dattention, chunk, second, pair, C)
+                        a, p, log_unit = _load_pairs(dpairs, dattention, chunk, second, pair, C)
+                        unit = tl.exp2(log_unit)
                         coarse, fine = halves(g, dtype, PARTS)
                         coarse, fine = dot(coarse, to_token), dot(fine, to_token)
                         zone = zones(total, coarse, fine)
                         for z in tl.range(1, tl.max(zone).to(tl.int32) + 1, disable_licm=True):
                             rows, columns = zone_decays(zone, coarse, fine, z, k_log[None, :])
                             of_column, to_q, to_k, of_gate = _through_pairs(k_tile, q_tile, rows, columns, a, p, dtype)
-                            dq_tile += rows * to_q
-                            dk_tile += rows * to_k + of_column
-                            of_sums += of_gate
+                            dq_tile += rows * to_q * unit
+                            dk_tile += (rows * to_k + of_column) * unit
+                            of_sums += of_gate * unit
                     store_turned(dgates + (b * T * HV + head) * K, of_sums, n * S, HV * K, key, S, T, K)
                 store_turned(dq + start, dq_tile, n * S, H * K, key, S, T, K)
                 store_turned(dk + start, dk_tile, n * S, H * K, key, S, T, K)
@@ -385,25 +395,27 @@ def input_gradients(
     before, since = selecting(before, dtype), selecting(since, dtype)
     dq_tile, dk_tile = tl.zeros([BC, S], tl.float32), tl.zeros([BC, S], tl.float32)
     head, chunk, row = group * R, (b * N + n // PER) * HV + group * R, first
-    a, p = _load_pairs(dpairs, dattention, chunk, second, pair, C)
+    a, p, log_unit = _load_pairs(dpairs, dattention, chunk, second, pair, C)
+    unit, to_unit = tl.exp2(log_unit), tl.exp2(-log_unit)
     if PER == 2:
         cross_a, cross_p = _load_cross(dpairs, dattention, chunk, second, document, others, C, PACKED)
     rate = load_rate(A_log, head, FORM)
     if FORM == "softplus":
-        inverse_rate, log_rate = 1 / rate, tl.log2(rate)
-    own = tl.load(diagonal + first) * k_square
+        inverse_rate, log_rate = 1 / rate, tl.log2(rate) + log_unit
+    own = tl.load(diagonal + first) * k_square * to_unit
     for step in tl.range(0, BK // BC * R, disable_licm=True):
         r, key = 0, step * BC + tl.arange(0, BC)
         if R > 1:
             r, key = step % R, step // R * BC + tl.arange(0, BC)
             head, chunk, row = group * R + r, (b * N + n // PER) * HV + group * R + r, first + r * (N * C)
-            a, p = _load_pairs(dpairs, dattention, chunk, second, pair, C)
+            a, p, log_unit = _load_pairs(dpairs, dattention, chunk, second, pair, C)
+            unit, to_unit = tl.exp2(log_unit), tl.exp2(-log_unit)
             if PER == 2:
                 cross_a, cross_p = _load_cross(dpairs, dattention, chunk, second, document, others, C, PACKED)
             rate = load_rate(A_log, head, FORM)
             if FORM == "softplus":
-                inverse_rate, log_rate = 1 / rate, tl.log2(rate)
-            own = tl.load(diagonal + row) * k_square
+                inverse_rate, log_rate = 1 / rate, tl.log2(rate) + log_unit
+            own = tl.load(diagonal + row) * k_square * to_unit
         head_start = (b * T * HV + head) * K
         carried = tl.load(through + ((b * HV + head) * N + n // PER) * K + key, mask=key < K, other=0.0)
         if PER == 2:
@@ -444,15 +456,16 @@ def input_gradients(
             read_tile = tl.where((document == previous)[None, :], read_tile, 0.0)
             written_tile = tl.where((document == last)[None, :], written_tile, 0.0)
         if PER == 1:
-            asked_tile, read_tile = asked_tile * UNCENTRE, read_tile * UNCENTRE
+            asked_tile, read_tile = asked_tile * (UNCENTRE * to_unit), read_tile * (UNCENTRE * to_unit)
+            written_tile *= to_unit
         else:
             # Pairs of both blocks, and what tokens there exchange with states across the block here. The first block
             # meets rows of the second, k in x_part and q in y_part; the second columns of the first, in both.
             carry = tl.load(carries + place + tl.where(second == 1, -K, K), mask=key < K, other=0.0)
-            entering = tl.where(second == 1, carry, 1.0) * UNCENTRE
-            leaving = tl.where(second == 1, 1.0, carry)
-            to_row = tl.where(second == 1, UNCENTRE, 0.0)
-            to_writer = tl.where(second == 1, 0.0, 1.0)
+            entering = tl.where(second == 1, carry, 1.0) * (UNCENTRE * to_unit)
+            leaving = tl.where(second == 1, 1.0, carry) * to_unit
+            to_row = tl.where(second == 1, UNCENTRE * to_unit, 0.0)
+            to_writer = tl.where(second == 1, 0.0, to_unit)
             asked_tile = asked_tile * entering[:, None] + of_y * to_row
             read_tile = read_tile * entering[:, None] + of_x * to_row
             written_tile = written_tile * leaving[:, None] + (of_x + of_y) * to_writer
@@ -462,27 +475,31 @@ def input_gradients(
         dq_part = rows * (to_q + asked_tile) + own[None, :] * k_tile
         if UNBOUNDED:
             if steep:
-                of_sums += widen_turned(load_rows(dgates + head_start, n * S, HV * K, key, S, T, K))
+                of_sums += widen_turned(load_rows(dgates + head_start, n * S, HV * K, key, S, T, K)) * to_unit
                 if r == 0:
-                    dq_part += widen_turned(load_rows(dq + start, n * S, H * K, key, S, T, K))
-                    dk_part += widen_turned(load_rows(dk + start, n * S, H * K, key, S, T, K))
+                    dq_part += widen_turned(load_rows(dq + start, n * S, H * K, key, S, T, K)) * to_unit
+                    dk_part += widen_turned(load_rows(dk + start, n * S, H * K, key, S, T, K)) * to_unit
         part_high, part_low = truncate(k_tile * written_tile, dtype)
         dg = sums_turned(part_high, part_low, before, PARTS)
         part_high, part_low = truncate(of_sums, dtype)
         dg += sums_turned(part_high, part_low, since, PARTS)
-        dg = tl.where(inside, dg + carried[:, None], 0.0)
+        dg = tl.where(inside, dg + (carried * to_unit)[:, None], 0.0)
         if FORM != "log":
             if FORM == "softplus":
-                of_rate = tl.sum(dg * g, axis=1) * (1 / LOG2_E)
-                # The rate times the sigmoid: exp(x - softplus(x)).
+                of_rate = tl.sum(dg * g, axis=1) * (unit * (1 / LOG2_E))
+                # The unit times the rate times the sigmoid: exp(x - softplus(x)).
                 dg *= -tl.exp2(x * LOG2_E + (g * inverse_rate + log_rate))
             else:
                 sigmoid = tl.sigmoid(rate * x)
-                dg *= BOUND * rate * (sigmoid * (1.0 - sigmoid))
+                dg *= (BOUND * rate * unit) * (sigmoid * (1.0 - sigmoid))
                 of_rate = tl.sum(dg * x, axis=1)
             of_block = of_gates + ((b * BLOCKS + n) * HV + head) * 2 * K + key
             tl.store(of_block, of_rate, mask=key < K)
             tl.store(of_block + K, tl.sum(dg, axis=1), mask=key < K)
+        else:
+            dg *= unit
+        dq_part *= unit
+        dk_part *= unit
         store_turned(dgates + head_start, dg, n * S, HV * K, key, S, T, K)
         if R > 1:
             dq_part += tl.where(r == 0, 0.0, dq_tile)

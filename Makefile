@@ -6,7 +6,7 @@
 #   TORCH=no                 leave torch out; the tests that need it are skipped and counted
 #   SETUP=no                 build nothing and use PYTHON as it is (container images that bring their own jax)
 #   JOBS=2                   test processes
-#   GPU_JOBS=4               processes of the GPU tests; each may take 30 GB of the GPU's memory, one of them 70 GB
+#   GPU_JOBS=8               processes of the GPU tests; each may take 30 GB of the GPU's memory, one of them 70 GB
 #   ARGS="..."               more arguments for launch.py, pytest or the benchmark
 
 VENV   ?= .venv
@@ -14,7 +14,7 @@ PYTHON ?= python3.11 python3.12 python3.13 python3.14 python3
 TORCH  ?= yes
 SETUP  ?= yes
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && echo 8 || echo $$n)
-GPU_JOBS ?= 4
+GPU_JOBS ?= 8
 ARGS   ?=
 
 CONSTRAINTS ?=

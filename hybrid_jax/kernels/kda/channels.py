@@ -238,20 +238,12 @@ def _through_pairs(k_tile, q_tile, rows, columns, a, p, dtype: tl.constexpr):
 
 
 @triton.jit
-def _load_pairs(dpairs, dattention, chunk, second, pair, C: tl.constexpr):
-    """Gradients of a block's pairs, of keys and of queries with keys, a and p [S,S], in a unit of their own size where
-    they are small, and its logarithm. Times decays of 2^-96 they would vanish: a loss that is a mean over many tokens
-    has gradients of 2^-30."""
+def _load_pairs(dpairs, dattention, chunk, second, pair, to_unit, C: tl.constexpr):
+    """Gradients of a block's pairs, of keys and of queries with keys: a and p [S,S], times `to_unit`."""
     at = tl.arange(0, BLOCK)
     own = chunk * (C * C) + second * (BLOCK * C + BLOCK) + at[:, None] * C + at[None, :]
     a, p = tl.load(dpairs + own, mask=pair, other=0.0), tl.load(dattention + own, mask=pair, other=0.0)
-    wide_a, wide_p = a.to(tl.float32), p.to(tl.float32)
-    largest = tl.max(tl.maximum(tl.abs(wide_a), tl.abs(wide_p)))
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
-    # Within these bounds what comes from outside the block is in range too, whatever its size.
-    log_unit = tl.minimum(tl.maximum(exponent, -60), 0).to(tl.float32)
-    inverse = tl.exp2(-log_unit)
-    return (wide_a * inverse).to(a.dtype), (wide_p * inverse).to(p.dtype), log_unit
+    return (a.to(tl.float32) * to_unit).to(a.dtype), (p.to(tl.float32) * to_unit).to(p.dtype)
 
 
 @triton.jit
@@ -282,9 +274,11 @@ def input_gradients(
     parts,
     dattention,
     diagonal,
+    sizes_p,
     asked,
     along_q,
     dpairs,
+    sizes_a,
     exchanged,
     through,
     along_k,
@@ -337,9 +331,11 @@ def input_gradients(
     first = (b * HV + group * R) * (N * C) + n * S + at
     k_log, q_norm = tl.load(k_logs + first), tl.load(q_norms + first)
     k_norm = tl.exp2(k_log)
-    lowest_sum = 0.0
+    lowest_sum, sizes = 0.0, tl.zeros([S], tl.float32)
     of_q_norm, of_k_norm = tl.zeros([S], tl.float32), tl.zeros([S], tl.float32)
     for each in tl.static_range(R):
+        sizes = tl.maximum(sizes, tl.load(sizes_a + first + each * (N * C)))
+        sizes = tl.maximum(sizes, tl.load(sizes_p + first + each * (N * C)))
         for part in tl.static_range(SUMS):
             of_q_norm += tl.load(along_q + part * ROWS + first + each * (N * C))
         of_k_norm += tl.load(along_k + first + each * (N * C))
@@ -350,13 +346,19 @@ def input_gradients(
     of_k_norm *= k_norm * k_norm
     k_square = k_norm * k_norm
 
+    # Times decays of 2^-96 small gradients of pairs would vanish, as of a loss that is a mean over many tokens, 2^-30:
+    # all is in a unit of their size meanwhile. Within its bounds what comes from outside the block is in range too.
+    exponent = (tl.max(sizes, axis=0).to(tl.int32, bitcast=True) >> 23) - 127
+    log_unit = tl.minimum(tl.maximum(exponent, -60), 0).to(tl.float32)
+    unit, to_unit = tl.exp2(log_unit), tl.exp2(-log_unit)
+
     # Tiles are [channels, tokens] from here: all products sum over tokens, and take them as they are.
     to_token, inside = tl.trans(up_to(document, S, PACKED, dtype)), (n * S + at < T)[None, :]
     steep = False
     if UNBOUNDED:
         steep = lowest_sum < STEEPEST + 1  # a sum in another order may differ a little
         if steep:
-            # Rare, and kept out of the registers of the rest: the outputs hold its parts meanwhile.
+            # Rare, and kept out of the registers of the rest: the outputs hold its parts, in the unit, meanwhile.
             for channels in tl.range(0, BK // BC, disable_licm=True):
                 key = channels * BC + tl.arange(0, BC)
                 dq_tile, dk_tile = tl.zeros([BC, S], tl.float32), tl.zeros([BC, S], tl.float32)
@@ -372,17 +374,16 @@ def input_gradients(
                         k_tile = widen_turned(load_rows(k + start, n * S, H * K, key, S, T, K))
                         q_tile = widen_turned(load_rows(q + start, n * S, H * K, key, S, T, K))
                         chunk = (b * N + n // PER) * HV + head
-                        a, p, log_unit = _load_pairs(dpairs, dattention, chunk, second, pair, C)
-                        unit = tl.exp2(log_unit)
+                        a, p = _load_pairs(dpairs, dattention, chunk, second, pair, to_unit, C)
                         coarse, fine = halves(g, dtype, PARTS)
                         coarse, fine = dot(coarse, to_token), dot(fine, to_token)
                         zone = zones(total, coarse, fine)
                         for z in tl.range(1, tl.max(zone).to(tl.int32) + 1, disable_licm=True):
                             rows, columns = zone_decays(zone, coarse, fine, z, k_log[None, :])
                             of_column, to_q, to_k, of_gate = _through_pairs(k_tile, q_tile, rows, columns, a, p, dtype)
-                            dq_tile += rows * to_q * unit
-                            dk_tile += (rows * to_k + of_column) * unit
-                            of_sums += of_gate * unit
+                            dq_tile += rows * to_q
+                            dk_tile += rows * to_k + of_column
+                            of_sums += of_gate
                     store_turned(dgates + (b * T * HV + head) * K, of_sums, n * S, HV * K, key, S, T, K)
                 store_turned(dq + start, dq_tile, n * S, H * K, key, S, T, K)
                 store_turned(dk + start, dk_tile, n * S, H * K, key, S, T, K)
@@ -395,8 +396,7 @@ def input_gradients(
     before, since = selecting(before, dtype), selecting(since, dtype)
     dq_tile, dk_tile = tl.zeros([BC, S], tl.float32), tl.zeros([BC, S], tl.float32)
     head, chunk, row = group * R, (b * N + n // PER) * HV + group * R, first
-    a, p, log_unit = _load_pairs(dpairs, dattention, chunk, second, pair, C)
-    unit, to_unit = tl.exp2(log_unit), tl.exp2(-log_unit)
+    a, p = _load_pairs(dpairs, dattention, chunk, second, pair, to_unit, C)
     if PER == 2:
         cross_a, cross_p = _load_cross(dpairs, dattention, chunk, second, document, others, C, PACKED)
     rate = load_rate(A_log, head, FORM)
@@ -408,8 +408,7 @@ def input_gradients(
         if R > 1:
             r, key = step % R, step // R * BC + tl.arange(0, BC)
             head, chunk, row = group * R + r, (b * N + n // PER) * HV + group * R + r, first + r * (N * C)
-            a, p, log_unit = _load_pairs(dpairs, dattention, chunk, second, pair, C)
-            unit, to_unit = tl.exp2(log_unit), tl.exp2(-log_unit)
+            a, p = _load_pairs(dpairs, dattention, chunk, second, pair, to_unit, C)
             if PER == 2:
                 cross_a, cross_p = _load_cross(dpairs, dattention, chunk, second, document, others, C, PACKED)
             rate = load_rate(A_log, head, FORM)
@@ -418,6 +417,12 @@ def input_gradients(
             own = tl.load(diagonal + row) * k_square * to_unit
         head_start = (b * T * HV + head) * K
         carried = tl.load(through + ((b * HV + head) * N + n // PER) * K + key, mask=key < K, other=0.0)
+        k_tile = load_rows(k + start, n * S, H * K, key, S, T, K)
+        q_tile = load_rows(q + start, n * S, H * K, key, S, T, K)
+        raw = load_gates(gates, b, n, head, key, T, HV, K, S)
+        asked_tile = load_rows(asked + head_start, n * S, HV * K, key, S, T, K)
+        read_tile = load_rows(exchanged + head_start, n * S, HV * K, key, S, T, K)
+        written_tile = load_rows(exchanged + SIZE + head_start, n * S, HV * K, key, S, T, K)
         if PER == 2:
             x_part = load_rows(parts + (chunk * 3 + 2 * second) * (S * K), 0, K, key, S, S, K)
             y_part = load_rows(parts + (chunk * 3 + 1 + second) * (S * K), 0, K, key, S, S, K)
@@ -432,12 +437,6 @@ def input_gradients(
             place = ((b * HV + head) * BLOCKS + n) * K + key
             carried += crossed * tl.load(carries + place, mask=key < K, other=0.0)
             of_x, of_y = dot(tl.trans(x_part), cross_a), dot(tl.trans(y_part), cross_p)
-        k_tile = load_rows(k + start, n * S, H * K, key, S, T, K)
-        q_tile = load_rows(q + start, n * S, H * K, key, S, T, K)
-        raw = load_gates(gates, b, n, head, key, T, HV, K, S)
-        asked_tile = load_rows(asked + head_start, n * S, HV * K, key, S, T, K)
-        read_tile = load_rows(exchanged + head_start, n * S, HV * K, key, S, T, K)
-        written_tile = load_rows(exchanged + SIZE + head_start, n * S, HV * K, key, S, T, K)
         x = widen_turned(raw) + load_bias(dt_bias, head, key, K, FORM)[:, None]
         g = log_decays(x, rate, inside, FORM, BOUND, PARTS)
         k_tile, q_tile = widen_turned(k_tile), widen_turned(q_tile)
@@ -475,10 +474,10 @@ def input_gradients(
         dq_part = rows * (to_q + asked_tile) + own[None, :] * k_tile
         if UNBOUNDED:
             if steep:
-                of_sums += widen_turned(load_rows(dgates + head_start, n * S, HV * K, key, S, T, K)) * to_unit
+                of_sums += widen_turned(load_rows(dgates + head_start, n * S, HV * K, key, S, T, K))
                 if r == 0:
-                    dq_part += widen_turned(load_rows(dq + start, n * S, H * K, key, S, T, K)) * to_unit
-                    dk_part += widen_turned(load_rows(dk + start, n * S, H * K, key, S, T, K)) * to_unit
+                    dq_part += widen_turned(load_rows(dq + start, n * S, H * K, key, S, T, K))
+                    dk_part += widen_turned(load_rows(dk + start, n * S, H * K, key, S, T, K))
         part_high, part_low = truncate(k_tile * written_tile, dtype)
         dg = sums_turned(part_high, part_low, before, PARTS)
         part_high, part_low = truncate(of_sums, dtype)
@@ -498,13 +497,11 @@ def input_gradients(
             tl.store(of_block + K, tl.sum(dg, axis=1), mask=key < K)
         else:
             dg *= unit
-        dq_part *= unit
-        dk_part *= unit
         store_turned(dgates + head_start, dg, n * S, HV * K, key, S, T, K)
         if R > 1:
             dq_part += tl.where(r == 0, 0.0, dq_tile)
             dk_part += tl.where(r == 0, 0.0, dk_tile)
             dq_tile, dk_tile = dq_part, dk_part
         if r == R - 1:
-            store_turned(dq + start, dq_part - q_tile * of_q_norm[None, :], n * S, H * K, key, S, T, K)
-            store_turned(dk + start, dk_part - k_tile * of_k_norm[None, :], n * S, H * K, key, S, T, K)
+            store_turned(dq + start, dq_part * unit - q_tile * of_q_norm[None, :], n * S, H * K, key, S, T, K)
+            store_turned(dk + start, dk_part * unit - k_tile * of_k_norm[None, :], n * S, H * K, key, S, T, K)

@@ -169,10 +169,10 @@ def _backward(options, saved, cotangents):
         programs,
         _of_gates(plan, options),
     )
-    dv_local, dattention, diagonal, of_pairs = plan.launch(
+    dv_local, dattention, diagonal, of_pairs, sizes_p = plan.launch(
         value_gradients,
         (do, values, inverse, attention, q_norms, k_logs),
-        (plan.per_value, plan.pairs, vector, vector),
+        (plan.per_value, plan.pairs, vector, vector, vector),
         programs,
         {"V": plan.V, "PARTS": plan.parts},
     )
@@ -187,6 +187,7 @@ def _backward(options, saved, cotangents):
             plan.per_key,
             plan.shape(parts_of_sums, *vector.shape, dtype=jnp.float32),
             plan.pairs,
+            vector,
             plan.shape(2, *plan.per_key.shape),
             carries,
             vector,
@@ -198,7 +199,7 @@ def _backward(options, saved, cotangents):
     sums = plan.shape(plan.B, blocks_of_row, plan.HV, 2, plan.K, dtype=jnp.float32)
     dq, dk, dgates, sums = plan.launch(
         input_gradients,
-        (q, k, gates, A_log, dt_bias, documents, *of_tokens, *between, dattention, diagonal, *found),
+        (q, k, gates, A_log, dt_bias, documents, *of_tokens, *between, dattention, diagonal, sizes_p, *found),
         (q, k, gates, sums),
         plan.B * blocks_of_row * plan.H,
         _of_gates(plan, options) | {"SCALE": options.scale, "SUMS": parts_of_sums} | sizes,

@@ -67,6 +67,7 @@ def value_gradients(
     dattention,
     diagonal,
     of_pairs,
+    sizes_p,
     T: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -81,7 +82,8 @@ def value_gradients(
     """What follows from do within a chunk: one program a chunk and value head.
 
     dv_local [B,T,HV,V]: T'^T P^T do; dattention [B,N,HV,C,C]: d loss / d P, times what makes the decays of a row of k,
-    1 / |k| and all, those of q; its diagonal [B,HV,N C]; of_pairs [B,HV,N C]: the sums of dP * P over a row.
+    1 / |k| and all, those of q; its diagonal [B,HV,N C]; of_pairs [B,HV,N C]: the sums of dP * P over a row;
+    sizes_p [B,HV,N C]: the largest size below the diagonal in a row of dattention.
     """
     program = tl.program_id(0)
     head = program % HV
@@ -105,6 +107,7 @@ def value_gradients(
     tl.store(of_pairs + row, tl.sum(dP * P, axis=1))
     dP *= (tl.load(q_norms + row) * tl.exp2(-tl.load(k_logs + row)))[:, None]
     tl.store(diagonal + row, tl.sum(tl.where(at[:, None] == at[None, :], dP, 0.0), axis=1))
+    tl.store(sizes_p + row, tl.max(tl.where(at[:, None] > at[None, :], tl.abs(dP), 0.0), axis=1))
     tl.store(dattention + pairs, dP.to(P.dtype))
 
 
@@ -125,6 +128,7 @@ def state_gradients(
     asked,
     along_q,
     dpairs,
+    sizes_a,
     exchanged,
     through,
     along_k,
@@ -147,8 +151,9 @@ def state_gradients(
 
     asked [B,T,HV,K]: do S^T, times what makes the decays of a row of k, 1 / |k| and all, those of q; exchanged
     [2,B,T,HV,K]: -dV S^T and V' dS^T; through [B,HV,N,K]: the sums over values of S dS, decayed over the chunk. dpairs
-    [B,N,HV,C,C]: -dV V'^T, d loss / d (k_i . k_j) of decayed keys. Of u . d loss / d u, along_q [K / BC,B,HV,N C]: for
-    u = q / |q|, parts of a sum; along_k [B,HV,N C]: for u = k / |k|, 2 dV . V' / beta - dV . V. dbeta [B,T,HV].
+    [B,N,HV,C,C]: -dV V'^T, d loss / d (k_i . k_j) of decayed keys; sizes_a: as sizes_p, of dpairs. Of u . d loss / d u,
+    along_q [K / BC,B,HV,N C]: for u = q / |q|, parts of a sum; along_k [B,HV,N C]: for u = k / |k|, 2 dV . V' / beta -
+    dV . V. dbeta [B,T,HV].
     """
     BLOCKS: tl.constexpr = BK // BC
     program = tl.program_id(0)
@@ -201,6 +206,7 @@ def state_gradients(
             dA -= dot(dv_tile, tl.trans(new))
             of_keys -= dot(dv_tile, tl.trans(v_tile))
         tl.store(dpairs + chunk * (C * C) + at[:, None] * C + at[None, :], dA.to(dpairs.dtype.element_ty))
+        tl.store(sizes_a + row, tl.max(tl.where(at[:, None] > at[None, :], tl.abs(dA), 0.0), axis=1))
         own = at[:, None] == at[None, :]
         dstrength = tl.sum(tl.where(own, -dA, 0.0), axis=1) / (strength * strength)
         tl.store(along_k + row, tl.sum(tl.where(own, of_keys, 0.0), axis=1) + 2.0 * strength * dstrength)

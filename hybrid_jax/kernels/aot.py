@@ -25,6 +25,7 @@ from hybrid_jax import signals
 if __name__ == "__main__":
     signals.AT_ONCE.listen()
 
+from hybrid_jax.command import Parser
 from hybrid_jax.errors import UserError
 from hybrid_jax.kernels.compiling import Binary, Job, as_job, compile_all, make_cache, one_line
 from hybrid_jax.report import aligned
@@ -258,15 +259,14 @@ def _describe(job: Job) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m hybrid_jax.kernels.aot", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = Parser("kernels.aot", __doc__)
     parser.add_argument("--arch", default=",".join(LDS_BYTES), help="architectures, by comma (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     parser.add_argument("--cache", type=Path, default=Path(".amd_cache"), help="results (default: %(default)s)")
     parser.add_argument("--no-cache", action="store_true", help="compile everything again")
-    options = parser.parse_args(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs; a GPU here may be busy
     try:
-        code = _checked(options)
+        code = _checked(parser.parse_args(arguments))
         sys.stdout.flush()
         return code
     except UserError as error:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from hybrid_jax.kernels import dispatch, selftest, support
+from hybrid_jax.kernels import dispatch, launch, selftest, support
 from hybrid_jax.kernels.precision import accumulator, einsum
 
 
@@ -197,7 +197,8 @@ def call(
         chosen = "reference"  # one token while generating: the recurrence is the shorter program
     else:
         dtype, *others = (jnp.result_type(x).name for x in (jnp.result_type(q, k, v), g, beta, initial_state, *arrays))
-        chosen = dispatch.resolve(op, backend, tuple(backends), support.unfit(op, K, V, dtype, others))
+        unfit = support.unfit(op, K, V, dtype, others) or launch.unfit(dtype)
+        chosen = dispatch.resolve(op, backend, tuple(backends), unfit)
     if chosen == "triton":
         variant = selftest.Variant(op, K, V, HV // H, dtype, segment_ids is not None, form)
         selftest.before_use(variant, backends)

@@ -65,7 +65,7 @@ def _say(op: str, backend: str, reason: str) -> None:
     """Once a process for the same words."""
     note = f" (not triton: {reason})" if reason else ""
     if backend == "triton" and launch.executor() == "interpreter":
-        note = " in Triton's interpreter: right, and very slow"
+        note = " in Triton's interpreter: very slow"
     log.info("kernels: %s runs on the %r backend%s", op, backend, note)
 
 

@@ -1,6 +1,6 @@
 """Triton's interpreter as one operation of a jax program on the CPU: for tests, as it is slow.
 
-It does not round as a GPU does: `tl.dot` of bf16 operands is wrong in it, so tests give it fp32.
+It does not round as a GPU does, and `tl.dot` of bf16 operands is wrong in it: `launch.unfit` keeps those from it.
 """
 
 import contextlib

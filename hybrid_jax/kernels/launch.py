@@ -136,11 +136,9 @@ def executor() -> str:
     """What a launch does now: "recording", "interpreter" or "gpu". Raises UserError where none can."""
     if _recorder.value is not None:
         return "recording"
-    if interpreting():
-        return "interpreter"
     if reason := why_not():
         raise UserError(f"config.kernels.backend: triton cannot run here: {reason}; choose auto or chunked")
-    return "gpu"
+    return "interpreter" if interpreting() else "gpu"
 
 
 def why_not() -> str:
@@ -149,7 +147,8 @@ def why_not() -> str:
         return ""
     if interpreting():
         missing = [name for name in ("triton", "torch") if importlib.util.find_spec(name) is None]
-        return f"Triton's interpreter needs {' and '.join(missing)}" if missing else ""
+        needs = f"Triton's interpreter needs {' and '.join(missing)} (pip install {' '.join(missing)})"
+        return needs if missing else ""
     device = _device()
     if device.platform not in ("gpu", "cuda", "rocm"):
         return f"it needs a GPU, and jax sees only {device.platform} devices"
@@ -174,6 +173,13 @@ def why_not() -> str:
         return f"unknown kind of GPU: {arch}"
     elif int(arch[3:]) < 80:
         return f"it needs an NVIDIA GPU of compute capability 8.0 or newer, this one is {arch}"
+    return ""
+
+
+def unfit(dtype: str) -> str:
+    """Why kernels compute wrongly here with matmul inputs of `dtype`; "" if they do not."""
+    if _recorder.value is None and interpreting() and dtype == "bfloat16":
+        return "bfloat16 inputs, which Triton's interpreter multiplies wrongly (set config.train.compute_dtype=float32)"
     return ""
 
 

@@ -401,6 +401,8 @@ def test_the_list_of_architectures_is_forgiving(monkeypatch):
     [
         (["--arch", "gfx942,gfx1100"], {}, "error: --arch: 'gfx1100' is not one of gfx942, gfx950"),
         (["--jobs", "0"], {}, "error: --jobs must be at least 1"),
+        (["--jobs", "x"], {}, "error: --jobs: invalid int value: 'x'"),
+        (["--frobnicate"], {}, "error: unrecognized arguments: --frobnicate"),
         ([], {"TRITON_INTERPRET": "1"}, "error: TRITON_INTERPRET is set"),
     ],
 )

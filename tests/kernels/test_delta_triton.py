@@ -200,6 +200,16 @@ def test_small_and_large_gradients(size, op):
 
 
 @for_both
+def test_the_interpreter_takes_no_bfloat16(op):
+    """Its products of bfloat16 are wrong: gradients were not even finite."""
+    inputs, _ = cases.SHORT.draw(per_channel(op), T=17)
+    inputs |= {name: jnp.asarray(inputs[name], jnp.bfloat16) for name in "qkv"}
+    with pytest.raises(UserError, match=f"triton cannot run {op.__name__} here: bfloat16 .*compute_dtype=float32"):
+        op(**inputs, backend="triton")
+    assert np.isfinite(np.asarray(op(**inputs, backend="auto")[0], np.float32)).all()
+
+
+@for_both
 def test_repeats_bit_for_bit(op):
     inputs, cotangents = cases.SHORT.draw(per_channel(op), T=65)
     ids = cases.SHORT.segment_ids()[:, :65]

@@ -298,7 +298,9 @@ def test_why_not_names_what_is_missing(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.6.0+git12")
     assert lib.why_not() == "Triton 3.6.0 miscompiles kernels on some GPUs; install triton>=3.7.1"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert lib.why_not() == "Triton's interpreter needs torch"
+    assert lib.why_not() == "Triton's interpreter needs torch (pip install torch)"
+    with pytest.raises(UserError, match="triton cannot run here: Triton's interpreter needs torch"):
+        lib.executor()
 
 
 def test_rocm_refuses_the_persistent_compilation_cache(monkeypatch, tmp_path):

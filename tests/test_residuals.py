@@ -11,6 +11,7 @@ from flax import nnx
 from jax._src.ad_checkpoint import saved_residuals  # jax.ad_checkpoint only prints them
 
 from hybrid_jax import residuals
+from hybrid_jax.kernels import launch
 from hybrid_jax.layers.context import Context
 from hybrid_jax.model import Model, _remat
 from tests.models import BASE
@@ -21,6 +22,13 @@ POLICIES = ("none", "dots", "names", "full")
 KINDS = {"-": ("chunked",), "*": ("chunked",), "A": ("chunked",), "S": ("chunked",)} | dict.fromkeys(
     "GK", ("chunked", "triton")
 )
+
+
+@pytest.fixture(autouse=True)
+def only_traced(monkeypatch):
+    """Kernels are traced here and not run: what they lack or cannot do on this machine does not matter."""
+    monkeypatch.setattr(launch, "why_not", lambda: "")
+    monkeypatch.setattr(launch, "unfit", lambda dtype: "")
 
 
 @functools.cache
